@@ -1,0 +1,93 @@
+"""One choice in full: method, stage split, mix, the tile of each layer and the order of tiles."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from ctatune.errors import UsageError
+
+DownAxis = Literal["n", "h"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """The output tile of one layer and the order in which a GPU walks its tiles.
+
+    `m` rows (tokens) by `n` columns (features). `group_m` tile rows are walked together, column
+    by column (1: a whole panel before the next one).
+    """
+
+    m: int
+    n: int
+    group_m: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("m", "n", "group_m"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"tile {name} must be at least 1, got {getattr(self, name)}")
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.n}/g{self.group_m}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A CTA-pipelined configuration. `canonical()` is its only key.
+
+    `stage_split` is (p_up, p_down): how many GPUs belong to each stage. `mix` in [0, 1]: 0 is the
+    pure pipeline, 1 is pure tensor parallel. `stages` is the depth of the shared-memory ring that
+    both layers use, `d_slabs` the number of 64-column slabs that finished tiles wait in.
+    `ctas` is the number of CTAs on each GPU, 0 for one an SM.
+    """
+
+    up: Tile
+    down: Tile
+    stages: int
+    d_slabs: int
+    stage_split: tuple[int, int] = (1, 1)
+    mix: float = 1.0
+    down_axis: DownAxis = "n"
+    ctas: int = 0
+    method: str = "cta"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stage_split", tuple(self.stage_split))
+        object.__setattr__(self, "mix", float(self.mix))
+        if not 0.0 <= self.mix <= 1.0:
+            raise UsageError(f"mix must be between 0 and 1, got {self.mix}")
+        if self.down_axis not in ("n", "h"):
+            raise UsageError(f"down_axis must be n or h, got {self.down_axis!r}")
+        if min(self.stage_split) < 0 or len(self.stage_split) != 2:
+            raise UsageError(f"stage_split is p_up:p_down, got {self.stage_split}")
+
+    def canonical(self) -> str:
+        """The config as JSON with sorted keys and no spaces."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Config:
+        """The inverse of `canonical`.
+
+        Raises: UsageError when the text is not a config.
+        """
+        try:
+            fields = json.loads(text)
+            return cls(**fields | {"up": Tile(**fields["up"]), "down": Tile(**fields["down"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise UsageError(f"not a config: {text!r} ({error})") from error
+
+    def __str__(self) -> str:
+        split = ":".join(map(str, self.stage_split))
+        return (
+            f"{self.method} up {self.up} down {self.down} stages {self.stages} "
+            f"slabs {self.d_slabs} mix {self.mix:g} split {split} axis {self.down_axis}"
+            + (f" ctas {self.ctas}" if self.ctas else "")
+        )
+
+
+def digest(text: str) -> str:
+    """Sixteen hexadecimal digits of SHA-256: the short name of any canonical text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

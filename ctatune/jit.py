@@ -1,0 +1,148 @@
+"""Compiles the CUDA sources of `kernels/` to cubins with NVRTC, and keeps them.
+
+Needs no GPU and no CUDA toolkit: headers and compiler are wheels. A cubin's key is the hash of
+everything that shapes it, and it is published by an atomic rename, so a half-written one is never
+seen and a damaged one is compiled again.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import re
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import platformdirs
+
+from ctatune.config import Config, digest
+from ctatune.errors import CtatuneError, DeviceError
+from ctatune.rooms import room
+
+_log = logging.getLogger(__name__)
+
+ARCH = "sm_90a"
+_CUBIN_MAGIC = b"\x7fELF"
+_OPTIONS = ("-std=c++17", "-default-device")  # CuTe's headers leave out many __device__
+_COMPILER_WHEELS = ("nvidia-cutlass", "nvidia-cuda-nvrtc", "nvidia-cuda-cccl")
+
+
+class CompileError(CtatuneError):
+    """NVRTC refused a source; the message holds the first lines of its log."""
+
+
+def preamble(config: Config, *, skip_wait: bool = False) -> str:
+    """The compile-time constants of `kernels/mlp.cu` for a config, as C++ text.
+
+    `skip_wait` builds the negative control: a kernel that does not wait for Y1 and must fail.
+    """
+    constants = {
+        "kUpM": config.up.m,
+        "kUpN": config.up.n,
+        "kDownM": config.down.m,
+        "kDownN": config.down.n,
+        "kStages": config.stages,
+        "kSlabs": config.d_slabs,
+    }
+    lines = [f"constexpr int {name} = {value};" for name, value in constants.items()]
+    lines.append(f"constexpr bool kSkipWait = {str(skip_wait).lower()};")
+    return "\n".join(lines) + "\n"
+
+
+@cache
+def source(name: str) -> str:
+    """Text of `kernels/<name>.cu`."""
+    return (room("kernels") / f"{name}.cu").read_text(encoding="utf-8")
+
+
+@cache
+def kernel_hash() -> str:
+    """Identity of the MLP kernel in the store: its code without comments and blank space.
+
+    Compiler and header versions are part of the cubin's key and of the run's record, not of this:
+    a measurement outlives a patch release of a wheel, but no change of the code.
+    """
+    code = re.sub(r"//[^\n]*", "", source("mlp"))
+    return digest(re.sub(r"\s+", " ", code).strip())
+
+
+def _version(wheel: str) -> str:
+    try:
+        return importlib.metadata.version(wheel)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+def compiler_versions() -> str:
+    """Versions of the wheels that shape a cubin, for keys and for the record."""
+    return " ".join(f"{wheel} {_version(wheel)}" for wheel in _COMPILER_WHEELS)
+
+
+def _include_paths() -> list[str]:
+    cutlass = importlib.util.find_spec("cutlass_library")
+    nvidia = importlib.util.find_spec("nvidia")
+    if cutlass is None or cutlass.origin is None or nvidia is None:
+        raise DeviceError("the headers of the wheels nvidia-cutlass and nvidia-cuda-* are missing")
+    paths = [Path(cutlass.origin).parent / "source" / "include"]
+    for folder in nvidia.submodule_search_locations or ():
+        cuda = Path(folder) / "cu13" / "include"
+        paths += [cuda, cuda / "cccl"]
+    return [str(path) for path in paths if path.is_dir()]
+
+
+def cache_folder() -> Path:
+    """Where cubins lie: `$CTATUNE_CACHE` or the platform's cache folder."""
+    chosen = os.environ.get("CTATUNE_CACHE")
+    return Path(chosen) if chosen else platformdirs.user_cache_path("ctatune") / "cubins"
+
+
+def cubin(name: str, constants: str = "") -> bytes:
+    """The cubin of `kernels/<name>.cu` with the given constants before it, from the cache or new.
+
+    Raises: CompileError when NVRTC refuses the source; DeviceError when headers are missing.
+    """
+    text = constants + source(name)
+    key = digest("\0".join((text, ARCH, *_OPTIONS, compiler_versions())))
+    path = cache_folder() / f"{name}-{key}.cubin"
+    try:
+        kept = path.read_bytes()
+    except OSError:
+        kept = b""
+    if kept.startswith(_CUBIN_MAGIC):
+        return kept
+    if kept:
+        _log.warning("the cached cubin %s is damaged and is compiled again", path)
+    made = _compile(name, text)
+    _publish(path, made)
+    return made
+
+
+def _compile(name: str, text: str) -> bytes:
+    from cuda.core import Program, ProgramOptions
+
+    options = ProgramOptions(
+        name=f"{name}.cu",
+        arch=ARCH,
+        std="c++17",
+        device_as_default_execution_space=True,
+        include_path=_include_paths(),
+    )
+    try:
+        return bytes(Program(text, "c++", options).compile("cubin").code)
+    except RuntimeError as error:  # cuda.core's NVRTCError is one
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        raise CompileError(f"{name}.cu: " + " | ".join(lines[:6])) from error
+
+
+def _publish(path: Path, data: bytes) -> None:
+    """Write `data` to `path` so that a reader sees all of it or nothing."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(data)
+        os.replace(file.name, path)
+    except OSError as error:
+        _log.warning("cannot keep the cubin %s: %s", path, error)

@@ -1,0 +1,92 @@
+"""The values that travel between measurement, model, store and answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Outcome = Literal["ok", "invalid", "compile_error", "launch_error", "wrong", "timeout", "throttled"]
+Phase = Literal["screen", "final"]
+PROTOCOL = 1  # version of the measurement protocol; a change makes older rows incomparable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Platform:
+    """The machine as an identity: what else than the config moves a latency."""
+
+    name: str  # for people and --platform, such as "nvidia-h200-nv18"
+    gpu: str
+    gpus: int
+    link: str  # between every pair of GPUs, such as "NV18"; "none" for one GPU
+    sm_count: int
+    l2_bytes: int
+    power_limit_w: int
+    driver: str
+    cuda: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regime:
+    """Under which load and cache state a latency was taken (DESIGN 6)."""
+
+    load: Literal["sustained", "burst"] = "sustained"
+    cache: Literal["cold", "warm"] = "cold"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """Comparison of one run with a higher-precision reference, outputs poisoned before it.
+
+    `relative_error` is ||out - ref|| / ||ref||, `worst_error` the largest |out - ref| over the
+    root mean square of ref. `bitwise_equal` compares with the same kernel on one GPU (None: not
+    applicable).
+    """
+
+    passed: bool
+    seed: int
+    relative_error: float
+    worst_error: float
+    nans: int
+    bitwise_equal: bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelBuild:
+    """What the compiler made of a config: identity of the code and its resources."""
+
+    hash: str
+    compiler: str
+    registers: int
+    local_bytes: int  # a thread's local memory: spills show here
+    smem_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One trial on hardware. Latencies in microseconds a call; None when nothing was timed.
+
+    `samples_us` holds one latency a round (floor already subtracted), `interval_us` the 95 %
+    bootstrap interval of their median. `gpu_state` holds what NVML said before and after.
+    """
+
+    outcome: Outcome
+    phase: Phase = "screen"
+    detail: str = ""
+    latency_us: float | None = None
+    interval_us: tuple[float, float] | None = None
+    samples_us: tuple[float, ...] = ()
+    floor_us: float | None = None
+    single_shot_us: float | None = None
+    regime: Regime = field(default_factory=Regime)
+    verification: Verification | None = None
+    kernel: KernelBuild | None = None
+    gpu_state: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A latency computed by a model, in microseconds. Never stored or served as a measurement."""
+
+    latency_us: float
+    interval_us: tuple[float, float]
+    model: str  # name and version, such as "estimate-1" or "simulator-1"

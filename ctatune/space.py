@@ -1,0 +1,137 @@
+"""The search space: which configs exist, and the one function that says why one cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from ctatune.config import Config, Tile
+from ctatune.problem import DTYPES, Problem
+
+TILE_K = 64  # 128 bytes of bf16: one row of the widest TMA swizzle
+SMEM_BYTES = 232_448  # 227 KiB that one CTA of sm_90 can have
+BARRIER_BYTES = 8
+ALIGNMENT_BYTES = 16  # TMA: the pitch of a row in memory
+MATH_GROUPS = 2
+MAX_ACCUMULATORS = 128  # fp32 registers a thread that leave room at 232 registers (no spills)
+HBM_BYTES = 141e9  # H200
+MIN_STAGES = 2
+
+
+def smem_bytes(config: Config) -> int:
+    """Dynamic shared memory of one CTA: the ring of stages, the slabs, and their barriers."""
+    rows_m = max(config.up.m, config.down.m)
+    rows_n = max(config.up.n, config.down.n)
+    stages = config.stages * (rows_m + rows_n) * 2 * TILE_K
+    slabs = config.d_slabs * rows_m * 2 * 64
+    return stages + slabs + 2 * BARRIER_BYTES * (config.stages + config.d_slabs)
+
+
+def default_split(gpus: int) -> tuple[int, int]:
+    """The stage split in the middle, and the way in which mix 1 is written."""
+    return gpus - gpus // 2, gpus // 2
+
+
+def why_invalid(config: Config, problem: Problem, *, sm_count: int = 132) -> str | None:
+    """The rule that a config breaks for a problem on a GPU with `sm_count` SMs, or None."""
+    return _why_shape(problem) or _why_tiles(config) or _why_split(config, problem, sm_count)
+
+
+def _why_shape(problem: Problem) -> str | None:
+    size = DTYPES[problem.dtype]
+    for name in ("k", "h", "n"):
+        pitch = getattr(problem, name) * size
+        if pitch % ALIGNMENT_BYTES:
+            return f"{name} must be a multiple of {ALIGNMENT_BYTES // size} (TMA row pitch), got {getattr(problem, name)}"
+    weights = problem.weight_bytes / problem.gpus
+    y1 = 2 * size * problem.m * problem.h
+    if weights + y1 + size * problem.m * (problem.k + problem.n) > HBM_BYTES:
+        return f"weights and activations do not fit into {HBM_BYTES / 1e9:.0f} GB of GPU memory"
+    return None
+
+
+def _why_tiles(config: Config) -> str | None:
+    for name, tile in (("up", config.up), ("down", config.down)):
+        if tile.m not in (64, 128, 256):
+            return f"{name} tile m must be 64, 128 or 256 (WGMMA m is 64, two math groups), got {tile.m}"
+        groups_n = MATH_GROUPS if tile.m == 64 else 1
+        if tile.n // groups_n not in (64, 128, 192, 256) or tile.n % groups_n or tile.n > 256:
+            return f"{name} tile n must be 64, 128, 192 or 256 a math group and at most 256, got {tile.n}"
+        if tile.m * tile.n // (MATH_GROUPS * 128) > MAX_ACCUMULATORS:
+            return f"{name} tile {tile.m}x{tile.n} needs more than {MAX_ACCUMULATORS} accumulators a thread"
+        if tile.m == 64 and config.d_slabs < tile.n // 128 + 1:
+            return f"d_slabs must be at least {tile.n // 128 + 1} for a {name} tile of 64x{tile.n}: one math group would wait two ring turns ahead"
+    if config.stages < MIN_STAGES:
+        return f"stages must be at least {MIN_STAGES} (one loads while one computes), got {config.stages}"
+    if config.d_slabs < 1:
+        return f"d_slabs must be at least 1, got {config.d_slabs}"
+    if smem_bytes(config) > SMEM_BYTES:
+        return f"shared memory must be at most {SMEM_BYTES} bytes, needs {smem_bytes(config)}"
+    return None
+
+
+def _why_split(config: Config, problem: Problem, sm_count: int) -> str | None:
+    p_up, p_down = config.stage_split
+    if p_up + p_down != problem.gpus:
+        return f"stage split {p_up}:{p_down} does not add up to {problem.gpus} GPUs"
+    if config.mix == 1.0 and config.stage_split != default_split(problem.gpus):
+        return f"mix 1 uses no stages; its split is written {default_split(problem.gpus)}"
+    if config.mix < 1.0 and min(config.stage_split) == 0:
+        return "a pipeline needs a GPU in each stage"
+    if config.down_axis != "n":
+        return "down_axis h is not built yet: the kernel has no reduction over GPUs"
+    if config.ctas > sm_count:
+        return f"ctas must be at most one an SM ({sm_count}), got {config.ctas}"
+    return None
+
+
+# (tile m, tile n, stages, d_slabs) that fill shared memory: the deepest ring that leaves room for
+# a whole or half a tile of slabs, from DESIGN 5 and the tile table in ../shared/notes/kernels.md.
+SHAPES = (
+    (128, 256, 3, 4),
+    (128, 256, 4, 2),
+    (128, 192, 4, 3),
+    (256, 128, 3, 2),
+    (128, 128, 6, 2),
+    (64, 256, 5, 3),
+    (64, 128, 8, 2),
+)
+GROUPS = (1, 2, 4, 8, 16)
+MIXES = (1.0, 0.75, 0.5, 0.25, 0.0)
+
+
+def default_config(problem: Problem) -> Config:
+    """What to run when nothing is known: tensor parallel by columns with a large tile."""
+    m, n, stages, slabs = (64, 128, 8, 2) if problem.m <= 64 else (128, 256, 3, 4)
+    tile = Tile(m=m, n=n)
+    return Config(
+        up=tile,
+        down=tile,
+        stages=stages,
+        d_slabs=slabs,
+        stage_split=default_split(problem.gpus),
+    )
+
+
+def candidates(problem: Problem, *, sm_count: int = 132) -> Iterator[Config]:
+    """Every valid config of the space for a problem, in a fixed order, each one once."""
+    splits = [(p, problem.gpus - p) for p in range(1, problem.gpus)]
+    ways = [(1.0, default_split(problem.gpus))] + [
+        (mix, split) for mix in MIXES if mix < 1.0 for split in splits
+    ]
+    for (m, n, stages, slabs), up_g, down_g, (mix, split) in product(SHAPES, GROUPS, GROUPS, ways):
+        rows = -(-problem.m // m)
+        if max(up_g, down_g) > 1 and max(up_g, down_g) >= 2 * rows:
+            continue  # the same order as a smaller group
+        tile = Tile(m=m, n=n)
+        config = Config(
+            up=replace(tile, group_m=up_g),
+            down=replace(tile, group_m=down_g),
+            stages=stages,
+            d_slabs=slabs,
+            stage_split=split,
+            mix=mix,
+        )
+        if why_invalid(config, problem, sm_count=sm_count) is None:
+            yield config
