@@ -51,7 +51,7 @@ class Config:
     mix: float = 1.0
     down_axis: DownAxis = "n"
     ctas: int = 0
-    method: str = "cta"
+    method: Literal["cta"] = "cta"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stage_split", tuple(self.stage_split))
@@ -67,18 +67,6 @@ class Config:
         """The config as JSON with sorted keys and no spaces."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
-    @classmethod
-    def from_json(cls, text: str) -> Config:
-        """The inverse of `canonical`.
-
-        Raises: UsageError when the text is not a config.
-        """
-        try:
-            fields = json.loads(text)
-            return cls(**fields | {"up": Tile(**fields["up"]), "down": Tile(**fields["down"])})
-        except (ValueError, TypeError, KeyError) as error:
-            raise UsageError(f"not a config: {text!r} ({error})") from error
-
     def __str__(self) -> str:
         split = ":".join(map(str, self.stage_split))
         return (
@@ -86,6 +74,37 @@ class Config:
             f"slabs {self.d_slabs} mix {self.mix:g} split {split} axis {self.down_axis}"
             + (f" ctas {self.ctas}" if self.ctas else "")
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """A way to run the problem without our kernel; `single` is cuBLAS on one GPU."""
+
+    method: Literal["single"] = "single"
+
+    def canonical(self) -> str:
+        """The baseline as JSON with sorted keys and no spaces."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    def __str__(self) -> str:
+        return self.method
+
+
+AnyConfig = Config | Baseline
+
+
+def parse_config(text: str) -> AnyConfig:
+    """The inverse of `canonical`.
+
+    Raises: UsageError when the text is not a config.
+    """
+    try:
+        fields = json.loads(text)
+        if fields.get("method", "cta") != "cta":
+            return Baseline(**fields)
+        return Config(**fields | {"up": Tile(**fields["up"]), "down": Tile(**fields["down"])})
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UsageError(f"not a config: {text!r} ({error})") from error
 
 
 def digest(text: str) -> str:
