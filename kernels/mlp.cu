@@ -218,10 +218,8 @@ struct Loader {
   }
 
   __device__ void run() {
-    acquire_map(&p.x);
-    acquire_map(&p.w_up);
-    acquire_map(&p.w_down);
-    acquire_map(&p.y1);
+    if (p.y1_outs > 0) { acquire_map(&p.x); acquire_map(&p.w_up); }
+    if (p.y2_outs > 0) { acquire_map(&p.w_down); acquire_map(&p.y1); }
     for (int i = blockIdx.x; i < p.tile_count; i += gridDim.x) {
       int4 const tile = p.tiles[i];
       if (tile.x == 0) up(tile); else down(tile);

@@ -1,0 +1,229 @@
+"""The GPUs of one process: contexts, streams, memory, peer access and the host gate.
+
+Launching goes through `cuda.core`; memory, peer access, tensor maps and stream waits through the
+driver bindings of cuda-python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from cuda.bindings import driver
+from cuda.core import Device, LaunchConfig, ObjectCode, launch
+from numpy.typing import NDArray
+
+from ctatune import jit
+from ctatune.errors import DeviceError
+
+LINE_BYTES = 128  # every flag stands on a cache line of its own
+PROBE_BYTES = 4
+_PROBE_PATTERN = 0x5A17C0DE
+SUPPORT = (
+    "fill_normal",
+    "reference_gemm",
+    "compare",
+    "barrier",
+    "nothing",
+    "delay",
+    "probe_write",
+)
+
+
+def check(result: tuple[Any, ...]) -> Any:
+    """Unwrap what a driver binding returned: (status,), (status, value) or (status, *values).
+
+    Raises: DeviceError with the driver's name for the status.
+    """
+    status, *values = result
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise DeviceError(f"the CUDA driver answered {status.name}")
+    return values[0] if len(values) == 1 else values or None
+
+
+class Arena:
+    """Device memory that is freed together. Pointers are plain ints, valid on every GPU."""
+
+    def __init__(self, gpus: Gpus) -> None:
+        self._gpus = gpus
+        self._held: list[tuple[int, int]] = []
+
+    def alloc(self, gpu: int, nbytes: int) -> int:
+        """`nbytes` of uninitialised memory on `gpu` (at least 256-byte aligned)."""
+        self._gpus.use(gpu)
+        pointer = int(check(driver.cuMemAlloc(max(nbytes, LINE_BYTES))))
+        self._held.append((gpu, pointer))
+        return pointer
+
+    def zeros(self, gpu: int, nbytes: int) -> int:
+        """`nbytes` of zeros on `gpu`."""
+        pointer = self.alloc(gpu, nbytes)
+        check(driver.cuMemsetD8(pointer, 0, nbytes))
+        return pointer
+
+    def upload(self, gpu: int, array: NDArray[Any]) -> int:
+        """A copy of `array` on `gpu`."""
+        array = np.ascontiguousarray(array)
+        pointer = self.alloc(gpu, array.nbytes)
+        if array.nbytes:
+            check(driver.cuMemcpyHtoD(pointer, array.ctypes.data, array.nbytes))
+        return pointer
+
+    def close(self) -> None:
+        """Free everything. Call only when no kernel that uses it is in flight."""
+        for gpu, pointer in self._held:
+            self._gpus.use(gpu)
+            check(driver.cuMemFree(pointer))
+        self._held.clear()
+
+
+class Gpus:
+    """`count` GPUs with peer access proved by real writes, and one stream on each.
+
+    Raises: DeviceError when there are too few, one is no sm_90, peers cannot reach each other, or
+    the environment serialises launches.
+    """
+
+    def __init__(self, count: int) -> None:
+        _refuse_serialised_launches()
+        check(driver.cuInit(0))
+        present = int(check(driver.cuDeviceGetCount()))
+        if present < count:
+            raise DeviceError(f"{count} GPUs are asked for, this machine has {present}")
+        self.devices = [Device(i) for i in range(count)]
+        self.streams = []
+        for device in self.devices:
+            device.set_current()
+            if tuple(device.compute_capability) != (9, 0):
+                raise DeviceError(f"the kernels are for sm_90a, {device.name} is sm_{device.arch}")
+            self.streams.append(device.create_stream())
+        self._connect_peers()
+        self._support = dict(zip(SUPPORT, self.load(jit.cubin("support"), SUPPORT), strict=True))
+        self._gate = _Gate(self.streams)
+        self.probe_peers()
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    @property
+    def sm_count(self) -> int:
+        return int(self.devices[0].properties.multiprocessor_count)
+
+    @property
+    def l2_bytes(self) -> int:
+        return int(self.devices[0].properties.l2_cache_size)
+
+    def use(self, gpu: int) -> None:
+        """Make `gpu` current in this thread."""
+        self.devices[gpu].set_current()
+
+    def sync(self) -> None:
+        """Wait for every stream. Raises: DeviceError when a context is broken."""
+        for gpu, stream in enumerate(self.streams):
+            self.use(gpu)
+            check(driver.cuStreamSynchronize(stream.handle))
+
+    def load(self, cubin: bytes, kernels: Sequence[str], *, smem_bytes: int = 0) -> list[Any]:
+        """The named kernels of a cubin, allowed `smem_bytes` of dynamic shared memory."""
+        self.use(0)
+        code = ObjectCode.from_cubin(cubin)
+        loaded = [code.get_kernel(name) for name in kernels]
+        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        for device in self.devices if smem_bytes else ():
+            for kernel in loaded:
+                check(
+                    driver.cuKernelSetAttribute(limit, smem_bytes, kernel.handle, device.device_id)
+                )
+        return loaded
+
+    def support(self, name: str, gpu: int, grid: Any, block: int, *args: Any) -> None:
+        """Launch a kernel of `kernels/support.cu` on the stream of `gpu`."""
+        self.use(gpu)
+        config = LaunchConfig(grid=grid, block=block)
+        launch(self.streams[gpu], config, self._support[name], *args)
+
+    @contextmanager
+    def arena(self) -> Iterator[Arena]:
+        """Memory for the length of a `with` block."""
+        arena = Arena(self)
+        try:
+            yield arena
+        finally:
+            arena.close()
+
+    @contextmanager
+    def gated(self) -> Iterator[None]:
+        """Hold every stream until the block has enqueued its work, then release all at once."""
+        self._gate.close()
+        try:
+            yield
+        finally:
+            self._gate.open()
+
+    def _connect_peers(self) -> None:
+        contexts = [device.context.handle for device in self.devices]
+        for here, device in enumerate(self.devices):
+            for there, peer in enumerate(self.devices):
+                if here == there:
+                    continue
+                if not device.can_access_peer(peer):
+                    raise DeviceError(f"GPU {here} has no peer access to GPU {there}")
+                self.use(here)
+                (status,) = driver.cuCtxEnablePeerAccess(contexts[there], 0)
+                if status != driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:
+                    check((status,))
+
+    def probe_peers(self) -> None:
+        """Write to every peer and read it back: reported access is not proof (IOMMU, ACS)."""
+        with self.arena() as arena:
+            words = [arena.zeros(gpu, PROBE_BYTES * len(self)) for gpu in range(len(self))]
+            for here in range(len(self)):
+                for there in range(len(self)):
+                    word = words[there] + PROBE_BYTES * here
+                    self.support("probe_write", here, 1, 1, word, np.uint32(_PROBE_PATTERN + here))
+            self.sync()
+            for there, pointer in enumerate(words):
+                seen = self.download(there, pointer, (len(self),), np.uint32)
+                for here, value in enumerate(seen):
+                    if value != _PROBE_PATTERN + here:
+                        raise DeviceError(f"what GPU {here} writes to GPU {there} does not arrive")
+
+    def download(self, gpu: int, pointer: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+        """A host copy of device memory, after what is enqueued on the stream of `gpu`."""
+        self.use(gpu)
+        check(driver.cuStreamSynchronize(self.streams[gpu].handle))
+        array = np.empty(shape, dtype=dtype)
+        check(driver.cuMemcpyDtoH(array.ctypes.data, pointer, array.nbytes))
+        return array
+
+
+class _Gate:
+    """One word of host memory that all streams wait for."""
+
+    def __init__(self, streams: Sequence[Any]) -> None:
+        flags = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
+        self._address = int(check(driver.cuMemHostAlloc(PROBE_BYTES, flags)))
+        self._word = ctypes.c_uint32.from_address(self._address)
+        self._word.value = 0
+        self._streams = streams
+
+    def close(self) -> None:
+        self._turn = self._word.value + 1
+        at_least = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+        for stream in self._streams:
+            check(driver.cuStreamWaitValue32(stream.handle, self._address, self._turn, at_least))
+
+    def open(self) -> None:
+        self._word.value = self._turn
+
+
+def _refuse_serialised_launches() -> None:
+    if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+        raise DeviceError(
+            "CUDA_LAUNCH_BLOCKING is set: it serialises launches, and kernels that wait for each "
+            "other would hang"
+        )

@@ -1,0 +1,250 @@
+"""Puts a schedule on the GPUs: weights, Y1, flags, tile lists, tensor maps; and calls the kernel.
+
+The parameter block mirrors `struct Params` of kernels/mlp.cu.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from cuda.bindings import driver
+from cuda.core import LaunchConfig, launch
+
+from ctatune import jit
+from ctatune.errors import PipelineTimeout
+from ctatune.gpus import LINE_BYTES, Arena, Gpus, check
+from ctatune.problem import MAX_GPUS
+from ctatune.records import KernelBuild
+from ctatune.schedule import DOWN, UP, Schedule
+from ctatune.space import TILE_K, smem_bytes
+
+THREADS = 384
+BF16_BYTES = 2
+POLL_TIMEOUT_NS = 2_000_000_000
+
+PARAMS = np.dtype(
+    [
+        ("x", "V128"),
+        ("w_up", "V128"),
+        ("w_down", "V128"),
+        ("y1", "V128"),
+        ("y1_out", "V128", MAX_GPUS),
+        ("y2_out", "V128", MAX_GPUS),
+        ("panels_out", "u8", MAX_GPUS),
+        ("arrived_out", "u8", MAX_GPUS),
+        ("started_out", "u8", MAX_GPUS),
+        ("panels", "u8"),
+        ("started", "u8"),
+        ("arrived", "u8"),
+        ("calls", "u8"),
+        ("error", "u8"),
+        ("tiles", "u8"),
+        ("timeout_ns", "i8"),
+        ("tile_count", "i4"),
+        ("m", "i4"),
+        ("up_k_blocks", "i4"),
+        ("down_k_blocks", "i4"),
+        ("x_box_bytes", "i4"),
+        ("y1_box_bytes", "i4"),
+        ("panel_count", "i4"),
+        ("tiles_per_panel", "i4"),
+        ("arrivals", "i4"),
+        ("y1_outs", "i4"),
+        ("y2_outs", "i4"),
+        ("arrived_outs", "i4"),
+        ("peers", "i4"),
+        ("y1_gpu", "i4", MAX_GPUS),
+        ("y2_gpu", "i4", MAX_GPUS),
+    ],
+    align=True,
+)
+ERROR = np.dtype([("code", "u4"), ("index", "u4"), ("target", "u4"), ("value", "u4")])
+_AWAITED = {1: "panel {} of Y1", 2: "the start of GPU {}", 3: "Y2 of its peers", 4: "the barrier"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operands:
+    """One set of inputs and outputs, a pointer for each GPU (0 where a GPU has no part).
+
+    Shapes: x m x k, w_up (own columns of up) x k, w_down (own columns of down) x h, y2 m x n.
+    """
+
+    x: tuple[int, ...]
+    w_up: tuple[int, ...]
+    w_down: tuple[int, ...]
+    y2: tuple[int, ...]
+
+
+def tensor_map(pointer: int, sizes: tuple[int, ...], box_rows: int) -> bytes:
+    """A TMA descriptor for bf16 rows: 64-column boxes of `box_rows` rows in the 128-byte swizzle.
+
+    `sizes` is (planes?, rows, columns), outermost first, as in NumPy.
+    """
+    inner_first = sizes[::-1]
+    strides, pitch = [], BF16_BYTES
+    for size in inner_first[:-1]:
+        pitch *= size
+        strides.append(driver.cuuint64_t(pitch))
+    boxes = [TILE_K, box_rows, 1][: len(sizes)]
+    encoded = check(
+        driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            len(sizes),
+            pointer,
+            [driver.cuuint64_t(size) for size in inner_first],
+            strides,
+            [driver.cuuint32_t(box) for box in boxes],
+            [driver.cuuint32_t(1)] * len(sizes),
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return ctypes.string_at(encoded.getPtr(), 128)
+
+
+class Mlp:
+    """A schedule placed on GPUs: its workspace, flags, and a parameter block a set of operands.
+
+    Calls are enqueued on the streams of `gpus`, one call at a time; buffers belong to `arena`.
+    `skip_wait` builds the negative control.
+    """
+
+    def __init__(
+        self,
+        gpus: Gpus,
+        arena: Arena,
+        schedule: Schedule,
+        sets: list[Operands],
+        *,
+        skip_wait: bool = False,
+    ) -> None:
+        self._gpus = gpus
+        self.schedule = schedule
+        config = schedule.config
+        cubin = jit.cubin("mlp", jit.preamble(config, skip_wait=skip_wait))
+        smem = smem_bytes(config)
+        (self._kernel,) = gpus.load(cubin, ["mlp"], smem_bytes=smem)
+        self.ctas = config.ctas or gpus.sm_count
+        self._launch = LaunchConfig(grid=self.ctas, block=THREADS, shmem_size=smem)
+        self._place_workspace(arena)
+        self._params = [
+            [arena.upload(gpu, self._fill(gpu, operands)) for gpu in self._all] for operands in sets
+        ]
+
+    @property
+    def _all(self) -> range:
+        return range(self.schedule.problem.gpus)
+
+    def _place_workspace(self, arena: Arena) -> None:
+        problem, schedule = self.schedule.problem, self.schedule
+        y1_bytes = 2 * problem.m * problem.h * BF16_BYTES
+        self._y1 = [arena.alloc(g, y1_bytes) if g in schedule.y1_gpus else 0 for g in self._all]
+        panel_bytes = 2 * schedule.panels * LINE_BYTES
+        self._panels = [arena.zeros(gpu, panel_bytes) for gpu in self._all]
+        self._started = [arena.zeros(gpu, MAX_GPUS * LINE_BYTES) for gpu in self._all]
+        self._arrived = [arena.zeros(gpu, LINE_BYTES) for gpu in self._all]
+        self._calls = [arena.zeros(gpu, 2 * LINE_BYTES) for gpu in self._all]
+        self._errors = [arena.zeros(gpu, ERROR.itemsize) for gpu in self._all]
+        self._tiles = [arena.upload(gpu, schedule.tiles[gpu]) for gpu in self._all]
+
+    def poison(self) -> None:
+        """Fill Y1 with NaN (all bits set)."""
+        problem = self.schedule.problem
+        for gpu in self.schedule.y1_gpus:
+            self._gpus.use(gpu)
+            count = 2 * problem.m * problem.h * BF16_BYTES
+            check(driver.cuMemsetD8(self._y1[gpu], 0xFF, count))
+
+    def _fill(self, gpu: int, operands: Operands) -> Any:
+        p = np.zeros((), dtype=PARAMS)
+        self._fill_maps(p, gpu, operands)
+        self._fill_flags(p, gpu)
+        schedule, problem, config = self.schedule, self.schedule.problem, self.schedule.config
+        p["tiles"], p["tile_count"] = self._tiles[gpu], len(schedule.tiles[gpu])
+        p["m"] = problem.m
+        p["up_k_blocks"] = -(-problem.k // TILE_K)
+        p["down_k_blocks"] = -(-problem.h // TILE_K)
+        p["x_box_bytes"] = _box_rows(config.up.m, problem.m) * TILE_K * BF16_BYTES
+        p["y1_box_bytes"] = _box_rows(config.down.m, problem.m) * TILE_K * BF16_BYTES
+        p["panel_count"] = schedule.panels
+        p["tiles_per_panel"] = schedule.tiles_per_panel
+        return p
+
+    def _fill_maps(self, p: Any, gpu: int, operands: Operands) -> None:
+        problem, config = self.schedule.problem, self.schedule.config
+        up_rows = _box_rows(config.up.m, problem.m)
+        down_rows = _box_rows(config.down.m, problem.m)
+        y1_sizes = (2, problem.m, problem.h)
+        columns = self.schedule.columns
+        p["x"] = np.void(tensor_map(operands.x[gpu], (problem.m, problem.k), up_rows))
+        if own := columns[UP][gpu].count:
+            p["w_up"] = np.void(tensor_map(operands.w_up[gpu], (own, problem.k), config.up.n))
+            for i, to in enumerate(self.schedule.y1_gpus):
+                p["y1_out"][i] = np.void(tensor_map(self._y1[to], y1_sizes, up_rows))
+        if own := columns[DOWN][gpu].count:
+            p["w_down"] = np.void(tensor_map(operands.w_down[gpu], (own, problem.h), config.down.n))
+            p["y1"] = np.void(tensor_map(self._y1[gpu], y1_sizes, down_rows))
+            for i, to in enumerate(self.schedule.y2_gpus[gpu]):
+                y2_sizes = (problem.m, problem.n)
+                p["y2_out"][i] = np.void(tensor_map(operands.y2[to], y2_sizes, down_rows))
+
+    def _fill_flags(self, p: Any, gpu: int) -> None:
+        schedule = self.schedule
+        y1_gpus = schedule.y1_gpus if schedule.columns[UP][gpu].count else ()
+        y2_gpus = schedule.y2_gpus[gpu]
+        y2_peers = [to for to in y2_gpus if to != gpu]
+        p["y1_outs"], p["y2_outs"] = len(y1_gpus), len(y2_gpus)
+        p["y1_gpu"][: len(y1_gpus)] = y1_gpus
+        p["y2_gpu"][: len(y2_gpus)] = y2_gpus
+        p["panels_out"][: len(y1_gpus)] = [self._panels[to] for to in y1_gpus]
+        p["arrived_outs"] = len(y2_peers)
+        p["arrived_out"][: len(y2_peers)] = [self._arrived[to] for to in y2_peers]
+        p["arrivals"] = self.ctas * len(schedule.senders(gpu))
+        p["peers"] = len(self._all)
+        p["started_out"][: len(self._all)] = [s + gpu * LINE_BYTES for s in self._started]
+        p["panels"], p["started"] = self._panels[gpu], self._started[gpu]
+        p["arrived"], p["calls"] = self._arrived[gpu], self._calls[gpu]
+        p["error"], p["timeout_ns"] = self._errors[gpu], POLL_TIMEOUT_NS
+
+    def call(self, which: int = 0) -> None:
+        """Enqueue one call on operand set `which` on every GPU."""
+        for gpu, params in enumerate(self._params[which % len(self._params)]):
+            self._gpus.use(gpu)
+            launch(self._gpus.streams[gpu], self._launch, self._kernel, params)
+
+    def check(self) -> None:
+        """Raise PipelineTimeout if a poll of a finished call ran out of time."""
+        for gpu in self._all:
+            raise_poll_error(self._gpus, gpu, self._errors[gpu])
+
+    def build(self) -> KernelBuild:
+        """What the compiler made of the config."""
+        attributes = self._kernel.attributes
+        return KernelBuild(
+            hash=jit.kernel_hash(),
+            compiler=jit.compiler_versions(),
+            registers=int(attributes.num_regs),
+            local_bytes=int(attributes.local_size_bytes),
+            smem_bytes=smem_bytes(self.schedule.config),
+        )
+
+
+def raise_poll_error(gpus: Gpus, gpu: int, pointer: int) -> None:
+    """Raise PipelineTimeout if the error record at `pointer` on `gpu` is filled."""
+    error = gpus.download(gpu, pointer, (), ERROR)
+    if error["code"]:
+        what = _AWAITED[int(error["code"])].format(int(error["index"]))
+        raise PipelineTimeout(
+            f"GPU {gpu} waited more than {POLL_TIMEOUT_NS / 1e9:g} s for {what}: "
+            f"target {int(error['target'])}, value {int(error['value'])}"
+        )
+
+
+def _box_rows(tile_m: int, m: int) -> int:
+    """Rows of a TMA box: no more than exist, since a box that sticks out is slow (DESIGN 4)."""
+    return min(tile_m, m)

@@ -1,0 +1,201 @@
+"""The numbers that latency model and simulator share: one machine's rates, and the time of a tile."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+
+from ctatune.config import Tile
+from ctatune.errors import UsageError
+from ctatune.problem import DTYPES
+from ctatune.records import Platform, Prediction
+from ctatune.rooms import room
+from ctatune.space import TILE_K
+
+DEFAULT_PLATFORM = "nvidia-h200-nv18"
+ELEMENT_BYTES = DTYPES["bf16"]
+L2_SHARE = 0.5  # of L2 that one operand can count on while the other streams through
+_Z90 = 1.645  # two-sided 90 % of a normal distribution
+_MAY_BE_ZERO = {"droop_fraction", "wave_softness", "flag_us", "launch_us", "tile_us"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The part of one layer that lies on one GPU: m x `inputs` times `columns` of its outputs."""
+
+    m: int
+    inputs: int
+    columns: int
+    tile: Tile
+    ctas: int
+
+    @property
+    def tiles_m(self) -> int:
+        return -(-self.m // self.tile.m)
+
+    @property
+    def tiles_n(self) -> int:
+        return -(-self.columns // self.tile.n)
+
+    @property
+    def tiles(self) -> int:
+        return self.tiles_m * self.tiles_n
+
+    @property
+    def active(self) -> int:
+        """CTAs that work at the same time."""
+        return min(self.ctas, self.tiles)
+
+    @property
+    def k_steps(self) -> int:
+        return -(-self.inputs // TILE_K)
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of one output tile; rows and columns that do not exist are not stored."""
+        return min(self.tile.m, self.m) * min(self.tile.n, self.columns) * ELEMENT_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineModel:
+    """Rates and fixed costs of one platform; where each comes from stands in its JSON file.
+
+    Units: as each name ends; `*_tflops` and `l2_gbps`, `hbm_gbps`, `local_store_gbps` are of a whole
+    GPU, `sm_port_gbps` and `epilogue_gbps` of one SM, `link_gbps` of one direction of one GPU.
+    """
+
+    platform: Platform
+    peak_tflops: float
+    peak_hbm_gbps: float
+    tensor_tflops: float
+    cublas_tflops: float
+    l2_gbps: float
+    sm_port_gbps: float
+    hbm_gbps: float
+    link_gbps: float
+    local_store_gbps: float
+    flag_us: float
+    launch_us: float
+    cublas_launch_us: float
+    tile_us: float
+    epilogue_gbps: float
+    droop_fraction: float
+    droop_us: float
+    wave_softness: float
+    overlap_power: float
+    estimate_log_sigma: float
+    simulator_log_sigma: float
+
+    def __post_init__(self) -> None:
+        for item in fields(self)[1:]:
+            value = getattr(self, item.name)
+            if not (math.isfinite(value) and (value > 0 or item.name in _MAY_BE_ZERO and value == 0)):
+                raise UsageError(f"{item.name} of a machine model must be positive, got {value}")
+        for name, peak in (("tensor_tflops", "peak_tflops"), ("hbm_gbps", "peak_hbm_gbps")):
+            if getattr(self, name) > getattr(self, peak):
+                raise UsageError(f"{name} must not exceed {peak}, got {getattr(self, name)}")
+
+    def for_gpus(self, gpus: int) -> MachineModel:
+        """The same machine with more GPUs than were measured, named as what it is: simulated."""
+        if gpus <= self.platform.gpus:
+            return self
+        name = f"{self.platform.name}-simulated-{gpus}"
+        return replace(self, platform=replace(self.platform, name=name, gpus=gpus))
+
+    def clock(self, busy_us: float) -> float:
+        """Part of the full clock that is left in a call with so much tensor time."""
+        return 1.0 - self.droop_fraction * (1.0 - math.exp(-busy_us / self.droop_us))
+
+    def link_us(self, size_bytes: float) -> float:
+        """Time that a transfer occupies one direction of one GPU's link."""
+        return size_bytes / self.link_gbps * 1e-3
+
+    def local_store_us(self, size_bytes: float) -> float:
+        """Time in which one SM stores to its own GPU's memory."""
+        return size_bytes / self.local_store_gbps * self.platform.sm_count * 1e-3
+
+    def both_us(self, compute_us: float, memory_us: float) -> float:
+        """Compute and memory time that overlap, but not perfectly: their p-norm."""
+        longer, shorter = max(compute_us, memory_us), min(compute_us, memory_us)
+        if not longer:
+            return 0.0
+        return longer * (1.0 + (shorter / longer) ** self.overlap_power) ** (1 / self.overlap_power)
+
+    def tensor_us(self, work: Work) -> float:
+        """Tensor time of one tile at full clock."""
+        flops = 2.0 * work.tile.m * work.tile.n * TILE_K * work.k_steps
+        return flops / self.tensor_tflops * self.platform.sm_count * 1e-6
+
+    def busy_us(self, layers: tuple[Work, ...]) -> float:
+        """Tensor time of one GPU in a call, averaged over its CTAs: what heats it."""
+        return sum(self.tensor_us(work) * work.tiles / work.ctas for work in layers)
+
+    def epilogue_us(self, work: Work) -> float:
+        return work.tile.m * work.tile.n * ELEMENT_BYTES / self.epilogue_gbps * 1e-3
+
+    def tile_time_us(self, work: Work, clock: float = 1.0) -> float:
+        """Time from the start of a tile in a CTA to its result in shared memory.
+
+        The main loop is bound by the tensor cores or by the operands through L2, and overlaps with
+        HBM traffic of all CTAs of the same wave.
+        """
+        if not work.tiles:
+            return 0.0
+        rows = min(work.tile.m, work.m) + work.tile.n
+        operands_bytes = rows * TILE_K * ELEMENT_BYTES * work.k_steps
+        operands_us = operands_bytes / min(self.sm_port_gbps, self.l2_gbps / work.active) * 1e-3
+        main_us = max(self.tensor_us(work) / clock, operands_us)
+        wave_us = self.hbm_bytes(work) * work.active / work.tiles / self.hbm_gbps * 1e-3
+        return self.both_us(main_us, wave_us) + self.tile_us + self.epilogue_us(work) / clock
+
+    def hbm_bytes(self, work: Work) -> float:
+        """Operand bytes that the part of a layer reads from HBM, given the raster's reuse in L2.
+
+        A wave covers `rows` tile rows. Weights that do not stay in L2 are read again for each
+        `rows`, inputs that do not stay are read again for each wave across the columns.
+        """
+        row_bytes = work.inputs * ELEMENT_BYTES
+        cache_bytes = L2_SHARE * self.platform.l2_bytes
+        rows = min(work.tiles_m, max(work.tile.group_m, work.active / work.tiles_n))
+        fits = work.columns * row_bytes <= cache_bytes
+        weight_passes = 1.0 if fits else work.tiles_m / rows
+        fits = rows * work.tile.m * row_bytes <= cache_bytes
+        input_passes = 1.0 if fits else max(1.0, work.tiles_n * rows / work.active)
+        return row_bytes * (work.m * input_passes + work.columns * weight_passes)
+
+
+def load(name: str | None = None) -> MachineModel:
+    """The model of a platform by its name; the shipped H200 when None.
+
+    Raises: UsageError when no file of `models/` is of that platform; it names those that are.
+    """
+    known = _shipped()
+    name = DEFAULT_PLATFORM if name is None else name
+    if name not in known:
+        raise UsageError(f"platform must be one of {', '.join(sorted(known))}, got {name!r}")
+    return known[name]
+
+
+@cache
+def _shipped() -> dict[str, MachineModel]:
+    models = (_read(path) for path in sorted(room("models").glob("*.json")))
+    return {model.platform.name: model for model in models}
+
+
+def _read(path: Path) -> MachineModel:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        values = {key: float(entry["value"]) for key, entry in data["parameters"].items()}
+        return MachineModel(platform=Platform(**data["platform"]), **values)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UsageError(f"{path} is not a machine model: {error}") from error
+
+
+def prediction(latency_us: float, log_sigma: float, model: str) -> Prediction:
+    """A prediction with the 90 % interval of a log-normal error."""
+    factor = math.exp(_Z90 * log_sigma)
+    interval_us = (latency_us / factor, latency_us * factor)
+    return Prediction(latency_us=latency_us, interval_us=interval_us, model=model)

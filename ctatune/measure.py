@@ -1,0 +1,279 @@
+"""Measures configs on hardware: verified first, then timed by the protocol of DESIGN 6.
+
+Runs in the process that owns the GPUs (`worker.py` starts it as a child of a search).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ctatune import baselines
+from ctatune.config import AnyConfig, Config
+from ctatune.errors import DeviceError, PipelineTimeout
+from ctatune.gpus import Arena, Gpus
+from ctatune.jit import CompileError
+from ctatune.launch import Mlp
+from ctatune.operands import Inputs, cold_sets, place
+from ctatune.problem import Problem
+from ctatune.records import KernelBuild, Measurement, Outcome, Verification
+from ctatune.schedule import Columns, build
+from ctatune.space import default_config, why_invalid
+from ctatune.telemetry import Telemetry
+from ctatune.timing import Chain, Timer, median_interval
+from ctatune.verify import Reference, promised, verify
+
+SCREEN_ROUNDS = 5
+MIN_ROUNDS, MAX_ROUNDS, FINAL_SECONDS = 12, 60, 20.0
+TIE = 0.005  # half-width of the interval of the log-ratio at which two methods are told apart
+APART = 0.01
+RELOAD_SECONDS = 0.1  # of load before each round of a final, so that clocks stay settled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contestant:
+    """A method ready to be called on the GPUs, with what verification needs to know of it."""
+
+    config: AnyConfig
+    call: Callable[[int], None]
+    check: Callable[[], None]
+    poison: Callable[[], None]
+    y2: dict[int, int]
+    where: list[tuple[int, Columns]]
+    kernel: KernelBuild | None
+
+
+class Bench:
+    """The GPUs of this process, ready to measure problems of up to as many GPUs."""
+
+    def __init__(self, gpus: int) -> None:
+        self._telemetry = Telemetry(gpus)
+        self._gpus = Gpus(gpus)
+
+    def platform(self):  # noqa: ANN201 - records.Platform
+        """The identity of this machine."""
+        return self._telemetry.platform(
+            sm_count=self._gpus.sm_count, l2_bytes=self._gpus.l2_bytes
+        )
+
+    def trial(self, problem: Problem, config: AnyConfig, seed: int) -> Measurement:
+        """Verify and time one config: SCREEN_ROUNDS rounds. Never raises for a bad config."""
+        reason = self._why_not(problem, config)
+        if reason:
+            return Measurement(outcome="invalid", detail=reason)
+        try:
+            with self._gpus.arena() as arena:
+                return self._screen(arena, problem, config, seed)
+        except CompileError as error:
+            return Measurement(outcome="compile_error", detail=str(error))
+        except PipelineTimeout as error:
+            return Measurement(outcome="timeout", detail=str(error))
+
+    def _why_not(self, problem: Problem, config: AnyConfig) -> str | None:
+        if isinstance(config, Config):
+            return why_invalid(config, problem, sm_count=self._gpus.sm_count)
+        return baselines.why_missing()
+
+    def _screen(
+        self, arena: Arena, problem: Problem, config: AnyConfig, seed: int
+    ) -> Measurement:
+        with self._verified(arena, problem, config, seed) as (contestant, proof):
+            if not proof.passed:
+                return _wrong(contestant, proof)
+            timer = Timer(self._gpus, arena)
+            calls = timer.calls_for(contestant.call)
+            timer.load(contestant.call, calls)
+            before = self._telemetry.read()
+            rounds = [timer.chain(contestant.call, calls) for _ in range(SCREEN_ROUNDS)]
+            after = self._telemetry.read()
+            single = timer.single_shot_us(contestant.call)
+            contestant.check()
+        base = Measurement(
+            outcome="ok",
+            single_shot_us=single,
+            verification=proof,
+            kernel=contestant.kernel,
+            gpu_state=self._telemetry.state(before, after) | {"calls": calls},
+        )
+        return _with_rounds(base, rounds)
+
+    def finals(
+        self, problem: Problem, configs: Sequence[AnyConfig], seed: int
+    ) -> list[Measurement]:
+        """Time configs against each other, interleaved in random order, until told apart.
+
+        Every config is verified anew. A config that fails takes no part; its row says why.
+        """
+        with self._gpus.arena() as arena, _closing() as closing:
+            field: dict[int, tuple[Contestant, Verification]] = {}
+            results: dict[int, Measurement] = {}
+            for i, config in enumerate(configs):
+                contestant, proof = closing(self._verified(arena, problem, config, seed))
+                if proof.passed:
+                    field[i] = (contestant, proof)
+                else:
+                    results[i] = replace(_wrong(contestant, proof), phase="final")
+            timer = Timer(self._gpus, arena)
+            before = self._telemetry.read()
+            rounds = _race(timer, {i: c for i, (c, _) in field.items()}, seed)
+            after = self._telemetry.read()
+            for i, (contestant, proof) in field.items():
+                contestant.check()
+                base = Measurement(
+                    outcome="ok",
+                    phase="final",
+                    verification=proof,
+                    kernel=contestant.kernel,
+                    gpu_state=self._telemetry.state(before, after),
+                )
+                results[i] = _with_rounds(base, rounds[i])
+        return [results[i] for i in range(len(configs))]
+
+    @contextmanager
+    def _verified(
+        self, arena: Arena, problem: Problem, config: AnyConfig, seed: int
+    ) -> Iterator[tuple[Contestant, Verification]]:
+        with self._contestant(arena, problem, config, seed) as contestant:
+            yield contestant, self.prove(problem, contestant, seed)
+
+    def prove(self, problem: Problem, contestant: Contestant, seed: int) -> Verification:
+        """Check two calls in a row (both parities of Y1) against the reference; the worse one."""
+        with self._gpus.arena() as arena:
+            reference = Reference(self._gpus, arena, problem, seed)
+            config = contestant.config
+            bits = reference.one_gpu(config) if isinstance(config, Config) else 0
+
+            def run() -> None:
+                contestant.poison()
+                self._gpus.sync()
+                contestant.call(0)
+
+            proofs = [
+                verify(
+                    self._gpus, reference, contestant.y2, run, where=contestant.where, bits=bits
+                )
+                for _ in range(2)
+            ]
+            contestant.check()
+        return min(proofs, key=lambda proof: proof.passed)
+
+    @contextmanager
+    def _contestant(
+        self, arena: Arena, problem: Problem, config: AnyConfig, seed: int
+    ) -> Iterator[Contestant]:
+        inputs = Inputs(self._gpus, arena, problem, seed)
+        if isinstance(config, Config):
+            yield self.cta(arena, problem, config, inputs)
+            return
+        alone = build(replace(problem, gpus=1), default_config(replace(problem, gpus=1)))
+        single = baselines.Single(
+            self._gpus, arena, problem, inputs, cold_sets(self._gpus, alone)
+        )
+        try:
+            yield Contestant(
+                config=config,
+                call=single.call,
+                check=single.check,
+                poison=lambda: None,
+                y2={0: single.y2},
+                where=[(0, Columns(0, problem.n))],
+                kernel=None,
+            )
+        finally:
+            single.close()
+
+    def cta(
+        self,
+        arena: Arena,
+        problem: Problem,
+        config: Config,
+        inputs: Inputs,
+        *,
+        skip_wait: bool = False,
+    ) -> Contestant:
+        """The CTA-pipelined kernel as a contestant."""
+        schedule = build(problem, config)
+        sets = place(inputs, schedule, cold_sets(self._gpus, schedule))
+        mlp = Mlp(self._gpus, arena, schedule, sets, skip_wait=skip_wait)
+        return Contestant(
+            config=config,
+            call=mlp.call,
+            check=mlp.check,
+            poison=mlp.poison,
+            y2=dict(enumerate(sets[0].y2)),
+            where=promised(schedule),
+            kernel=mlp.build(),
+        )
+
+
+def _race(timer: Timer, field: dict[int, Contestant], seed: int) -> dict[int, list[Chain]]:
+    """Rounds of all contestants in random order; ends when all are told from the best, or late."""
+    order = np.random.default_rng(seed)
+    calls = {i: timer.calls_for(c.call) for i, c in field.items()}
+    rounds: dict[int, list[Chain]] = {i: [] for i in field}
+    for i, contestant in field.items():
+        timer.load(contestant.call, calls[i])
+    end = time.monotonic() + FINAL_SECONDS
+    for played in range(1, MAX_ROUNDS + 1):
+        for i in order.permutation(list(field)):
+            timer.load(field[i].call, calls[i], RELOAD_SECONDS)
+            rounds[i].append(timer.chain(field[i].call, calls[i]))
+        if played >= MIN_ROUNDS and (time.monotonic() > end or _told_apart(rounds)):
+            break
+    return rounds
+
+
+def _told_apart(rounds: dict[int, list[Chain]]) -> bool:
+    """Whether each contestant is clearly slower than the best one, or as good as equal to it."""
+    times = {i: np.log([chain.latency_us for chain in chains]) for i, chains in rounds.items()}
+    best = min(times, key=lambda i: float(np.median(times[i])))
+    for i, values in times.items():
+        _, low, high = median_interval(values - times[best])
+        if i != best and low < APART and (high - low) / 2 > TIE:
+            return False
+    return True
+
+
+def _with_rounds(base: Measurement, rounds: Sequence[Chain]) -> Measurement:
+    samples = tuple(chain.latency_us for chain in rounds)
+    floor = float(np.median([chain.floor_us for chain in rounds]))
+    median, low, high = median_interval(list(samples))
+    outcome: Outcome = "throttled" if base.gpu_state.get("marks") else "ok"
+    if median <= 0 or not math.isfinite(median):
+        outcome = "wrong"
+    return replace(
+        base,
+        outcome=outcome,
+        detail="; ".join(map(str, base.gpu_state.get("marks", []))),  # type: ignore[arg-type]
+        latency_us=median,
+        interval_us=(low, high),
+        samples_us=samples,
+        floor_us=floor,
+    )
+
+
+def _wrong(contestant: Contestant, proof: Verification) -> Measurement:
+    detail = (
+        f"relative error {proof.relative_error:.2e}, worst {proof.worst_error:.2e}, "
+        f"{proof.nans} NaNs, bits equal to one GPU: {proof.bitwise_equal}"
+    )
+    return Measurement(
+        outcome="wrong", detail=detail, verification=proof, kernel=contestant.kernel
+    )
+
+
+@contextmanager
+def _closing() -> Iterator[Callable]:
+    """Enter context managers that are left together at the end."""
+    from contextlib import ExitStack
+
+    with ExitStack() as stack:
+        yield stack.enter_context
+
+
+__all__ = ["Bench", "Contestant", "DeviceError"]

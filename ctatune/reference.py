@@ -1,0 +1,171 @@
+"""Runs a schedule tile by tile in NumPy, in a random order that its dependencies allow.
+
+It is slow and obvious on purpose: what it computes is right, or the schedule is wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ctatune.errors import CtatuneError
+from ctatune.schedule import DOWN, UP, Schedule
+
+Matrix = NDArray[np.float32]
+_SPEED_OCTAVES = 6.0  # the fastest CTA may run 64 times as fast as the slowest
+
+
+class ScheduleError(CtatuneError):
+    """A schedule blocks for ever, writes an output twice, or leaves a promised one unwritten."""
+
+
+def round_bf16(values: NDArray[np.floating]) -> Matrix:
+    """Values rounded to the nearest bf16 (ties to even), as float32; NaN and infinity stay."""
+    single = np.ascontiguousarray(values, dtype=np.float32)
+    bits = single.view(np.uint32)
+    even = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded = (bits + np.uint32(0x7FFF) + even) & np.uint32(0xFFFF0000)
+    return np.where(np.isfinite(single), rounded.view(np.float32), single)
+
+
+def linear(x: Matrix, weight: Matrix) -> Matrix:
+    """`x @ weight.T`, summed in float64 and rounded once to float32."""
+    return (x.astype(np.float64) @ weight.astype(np.float64).T).astype(np.float32)
+
+
+def expected(x: Matrix, w_up: Matrix, w_down: Matrix) -> Matrix:
+    """Y2 of the whole problem, float32; Y1 is rounded to bf16 as the kernel rounds it.
+
+    Shapes: x is m x k, w_up is h x k, w_down is n x h, the result is m x n.
+    """
+    return linear(round_bf16(linear(x, w_up)), w_down)
+
+
+def execute(
+    schedule: Schedule,
+    x: Matrix,
+    w_up: Matrix,
+    w_down: Matrix,
+    *,
+    ctas: int = 4,
+    order_seed: int = 0,
+    skip_wait: bool = False,
+) -> list[Matrix]:
+    """Y2 of every GPU after one call, float32, NaN where nothing is promised.
+
+    `order_seed` draws a speed for each CTA and the order in which they take their tiles.
+    `skip_wait` is the negative control: `down` does not wait for Y1, and reads NaN.
+
+    Shapes: as in `expected`; every Y2 is m x n.
+    Raises: ScheduleError when all CTAs are blocked, an output is written twice, or a promised
+    output is missing.
+    """
+    state = _State(schedule, (w_up, w_down), x, skip_wait)
+    ctas_left = [
+        _Cta(gpu=gpu, position=first, stride=ctas)
+        for gpu, tiles in enumerate(schedule.tiles)
+        for first in range(min(ctas, len(tiles)))
+    ]
+    rng = np.random.default_rng(order_seed)
+    slowness = list(2.0 ** rng.uniform(0.0, _SPEED_OCTAVES, len(ctas_left)))
+    while ctas_left:
+        draws = rng.exponential(slowness)
+        chosen = next((i for i in np.argsort(draws) if state.ready(ctas_left[i])), None)
+        if chosen is None:
+            raise ScheduleError(state.why_blocked(ctas_left))
+        cta = ctas_left[chosen]
+        state.compute(cta)
+        cta.position += cta.stride
+        if cta.position >= len(schedule.tiles[cta.gpu]):
+            del ctas_left[chosen], slowness[chosen]
+    state.check_promises()
+    return state.y[DOWN]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Cta:
+    gpu: int
+    position: int  # of its next tile in the GPU's list
+    stride: int
+
+
+class _State:
+    """Memory of all GPUs: weights cut as the schedule says, poisoned outputs, panel counters."""
+
+    def __init__(
+        self, schedule: Schedule, weights: tuple[Matrix, Matrix], x: Matrix, skip_wait: bool
+    ) -> None:
+        problem = schedule.problem
+        self.schedule, self.x, self.skip_wait = schedule, x, skip_wait
+        self.layer_tiles = (schedule.config.up, schedule.config.down)
+        self.local_weights = [
+            [weight[part.start : part.stop] for part in parts]
+            for weight, parts in zip(weights, schedule.columns, strict=True)
+        ]
+        sizes = [(problem.m, layer.outputs) for layer in problem.layers]
+        gpus = range(problem.gpus)
+        self.y = [[np.full(size, np.nan, np.float32) for _ in gpus] for size in sizes]
+        self.written = [[np.zeros(size, bool) for _ in gpus] for size in sizes]
+        self.arrived = [[0] * schedule.panels for _ in gpus]
+
+    def ready(self, cta: _Cta) -> bool:
+        return self.skip_wait or self._missing_panel(cta) is None
+
+    def _missing_panel(self, cta: _Cta) -> int | None:
+        """The first panel that the next tile of a CTA waits for, or None."""
+        layer, row, _, _ = self.schedule.tiles[cta.gpu][cta.position]
+        if layer == UP:
+            return None
+        target = self.schedule.tiles_per_panel
+        panels = self.schedule.panels_of(int(row))
+        return next((p for p in panels if self.arrived[cta.gpu][p] < target), None)
+
+    def why_blocked(self, ctas: list[_Cta]) -> str:
+        gpu = ctas[0].gpu
+        panel = self._missing_panel(ctas[0])
+        assert panel is not None
+        return (
+            f"all {len(ctas)} unfinished CTAs are blocked: GPU {gpu} waits for panel {panel}, "
+            f"target {self.schedule.tiles_per_panel}, value {self.arrived[gpu][panel]}"
+        )
+
+    def compute(self, cta: _Cta) -> None:
+        """Computes the next tile of a CTA and stores it to every destination."""
+        layer, row, local, col = (int(v) for v in self.schedule.tiles[cta.gpu][cta.position])
+        tile = self.layer_tiles[layer]
+        source = self.x if layer == UP else self.y[UP][cta.gpu]
+        weight = self.local_weights[layer][cta.gpu][local : local + tile.n]
+        result = linear(source[row : row + tile.m], weight)
+        if layer == UP:
+            result = round_bf16(result)
+        to = self.schedule.y1_gpus if layer == UP else self.schedule.y2_gpus[cta.gpu]
+        for gpu in to:
+            self._store(layer, gpu, row, col, result)
+            if layer == UP:
+                self.arrived[gpu][row // tile.m] += 1
+
+    def _store(self, layer: int, gpu: int, row: int, col: int, result: Matrix) -> None:
+        area = (slice(row, row + result.shape[0]), slice(col, col + result.shape[1]))
+        written = self.written[layer][gpu][area]
+        if written.shape != result.shape or not result.size or written.any():
+            what = "a second time" if written.any() else "outside the output"
+            raise ScheduleError(
+                f"{('up', 'down')[layer]} tile at row {row}, column {col} is stored {what} on GPU {gpu}"
+            )
+        written[:] = True
+        self.y[layer][gpu][area] = result
+
+    def check_promises(self) -> None:
+        """Raises: ScheduleError when an output that the problem promises was never written."""
+        problem, columns = self.schedule.problem, self.schedule.columns[DOWN]
+        for gpu, written in enumerate(self.written[DOWN]):
+            promised = {
+                "replicated": written,
+                "sharded": written[:, columns[gpu].start : columns[gpu].stop],
+                "last": written[:, : problem.n if gpu == problem.gpus - 1 else 0],
+            }[problem.output]
+            if not promised.all():
+                missing = promised.size - np.count_nonzero(promised)
+                raise ScheduleError(f"{missing} promised outputs were never stored on GPU {gpu}")

@@ -1,0 +1,135 @@
+"""What NVML says: the identity of the machine, clocks and power, and who else uses the GPUs.
+
+Only NVML: a process can ask without touching CUDA.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ctatune.errors import DeviceError
+from ctatune.records import Platform
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", FutureWarning)  # the name pynvml is deprecated, the module not
+    import pynvml
+
+_BAD_REASONS = {
+    "hardware slowdown": pynvml.nvmlClocksThrottleReasonHwSlowdown,
+    "software thermal slowdown": pynvml.nvmlClocksThrottleReasonSwThermalSlowdown,
+    "hardware thermal slowdown": pynvml.nvmlClocksThrottleReasonHwThermalSlowdown,
+    "power brake": pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown,
+}  # the software power cap is normal under sustained load
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """The state of one GPU at one moment."""
+
+    sm_mhz: int
+    power_w: float
+    temperature_c: int
+    reasons: int
+    others: int  # processes of others that compute on this GPU
+
+
+def gpu_count() -> int:
+    """GPUs that NVML sees; 0 where there is no driver."""
+    try:
+        pynvml.nvmlInit()
+        return int(pynvml.nvmlDeviceGetCount())
+    except pynvml.NVMLError:
+        return 0
+
+
+class Telemetry:
+    """Readings of the first `count` GPUs, which this process holds a lock on.
+
+    Raises: DeviceError when NVML does not answer or another ctatune has the lock.
+    """
+
+    def __init__(self, count: int) -> None:
+        present = gpu_count()
+        if present < count:
+            raise DeviceError(f"{count} GPUs are asked for, this machine has {present}")
+        self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
+        self._locks = [_lock(pynvml.nvmlDeviceGetUUID(handle)) for handle in self._handles]
+
+    def read(self) -> list[Reading]:
+        """One reading a GPU."""
+        return [_read(handle) for handle in self._handles]
+
+    def state(self, before: list[Reading], after: list[Reading]) -> dict[str, Any]:
+        """For the record: readings before and after, and `marks` that forbid serving the row."""
+        marks = sorted({mark for reading in before + after for mark in _marks(reading)})
+        return {"before": list(map(_plain, before)), "after": list(map(_plain, after))} | (
+            {"marks": marks} if marks else {}
+        )
+
+    def platform(self, *, sm_count: int, l2_bytes: int) -> Platform:
+        """The identity of this machine, which has as many GPUs as are held."""
+        handle = self._handles[0]
+        gpu = pynvml.nvmlDeviceGetName(handle)
+        link = _link(handle) if len(self._handles) > 1 else _link(handle)
+        cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+        return Platform(
+            name=re.sub(r"[^a-z0-9]+", "-", f"{gpu} {link}".lower()),
+            gpu=gpu,
+            gpus=int(pynvml.nvmlDeviceGetCount()),
+            link=link,
+            sm_count=sm_count,
+            l2_bytes=l2_bytes,
+            power_limit_w=round(pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000),
+            driver=pynvml.nvmlSystemGetDriverVersion().split(".")[0],
+            cuda=f"{cuda // 1000}.{cuda % 1000 // 10}",
+        )
+
+
+def _read(handle: Any) -> Reading:
+    own = os.getpid()
+    processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    return Reading(
+        sm_mhz=pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
+        power_w=pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+        temperature_c=pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
+        reasons=pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
+        others=sum(process.pid != own for process in processes),
+    )
+
+
+def _plain(reading: Reading) -> dict[str, Any]:
+    return {name: getattr(reading, name) for name in Reading.__slots__}
+
+
+def _marks(reading: Reading) -> list[str]:
+    marks = [name for name, bit in _BAD_REASONS.items() if reading.reasons & bit]
+    return [*marks, "another process computes on the GPU"] if reading.others else marks
+
+
+def _link(handle: Any) -> str:
+    """`NV18` for 18 active NVLinks, `PCIe` for none."""
+    active = 0
+    for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            active += pynvml.nvmlDeviceGetNvLinkState(handle, link)
+        except pynvml.NVMLError:
+            break
+    return f"NV{active}" if active else "PCIe"
+
+
+def _lock(uuid: str) -> Any:
+    """An exclusive lock for the life of this process: two tuners on one GPU disturb each other."""
+    path = Path(tempfile.gettempdir()) / f"ctatune-{uuid}.lock"
+    file = path.open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise DeviceError(f"another ctatune measures on {uuid} (lock {path})") from error
+    return file

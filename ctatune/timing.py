@@ -1,0 +1,103 @@
+"""Times chains of dependent calls: gate, device-side barrier between calls, floor subtracted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from cuda.core import EventOptions
+from numpy.typing import NDArray
+
+from ctatune.gpus import LINE_BYTES, Arena, Gpus
+from ctatune.launch import ERROR, POLL_TIMEOUT_NS, raise_poll_error
+
+Call = Callable[[int], None]  # enqueue one call on the operand set of that number
+
+CHAIN_US = 10_000.0  # a chain should last this long: thousands of ticks of the event clock
+MIN_CALLS, MAX_CALLS = 8, 160  # at most 320 launches a stream wait at the gate (queues hold 1,024)
+LOAD_SECONDS = 1.0  # until clocks have settled under the power limit
+BOOTSTRAP = 2_000
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """One timed chain: latency a call with the floor subtracted, and the floor, microseconds."""
+
+    latency_us: float
+    floor_us: float
+
+
+class Timer:
+    """Chains on the streams of `gpus`. All methods meet at the same barrier after each call."""
+
+    def __init__(self, gpus: Gpus, arena: Arena) -> None:
+        self._gpus = gpus
+        everyone = range(len(gpus))
+        self._state = [arena.zeros(gpu, 2 * LINE_BYTES) for gpu in everyone]
+        self._error = [arena.zeros(gpu, ERROR.itemsize) for gpu in everyone]
+        counters = np.array(self._state, dtype=np.uint64)
+        self._peers = [arena.upload(gpu, counters) for gpu in everyone]
+        gpus.use(0)
+        timed = EventOptions(timing_enabled=True)
+        self._start, self._end = (gpus.devices[0].create_event(timed) for _ in range(2))
+
+    def _barrier(self) -> None:
+        count = np.int32(len(self._gpus))
+        for gpu, state in enumerate(self._state):
+            args = (self._peers[gpu], count, state, self._error[gpu], np.int64(POLL_TIMEOUT_NS))
+            self._gpus.support("barrier", gpu, 1, 32, *args)
+
+    def _nothing(self, _: int) -> None:
+        for gpu in range(len(self._gpus)):
+            self._gpus.support("nothing", gpu, 1, 32)
+
+    def chain_us(self, call: Call, calls: int, *, dependent: bool = True) -> float:
+        """Time of `calls` calls in microseconds, from the gate to the last barrier."""
+        with self._gpus.gated():
+            self._record(self._start)
+            for i in range(calls):
+                call(i)
+                if dependent:
+                    self._barrier()
+            if not dependent:
+                self._barrier()
+            self._record(self._end)
+        self._gpus.sync()
+        for gpu, error in enumerate(self._error):
+            raise_poll_error(self._gpus, gpu, error)
+        return 1e3 * (self._end - self._start)
+
+    def _record(self, event: object) -> None:
+        self._gpus.use(0)
+        self._gpus.streams[0].record(event)
+
+    def calls_for(self, call: Call) -> int:
+        """How many calls make a chain of about CHAIN_US."""
+        one = self.chain_us(call, MIN_CALLS) / MIN_CALLS
+        return int(min(MAX_CALLS, max(MIN_CALLS, CHAIN_US / one)))
+
+    def chain(self, call: Call, calls: int) -> Chain:
+        """One round: a chain of calls, right after it the same chain of empty calls."""
+        total = self.chain_us(call, calls)
+        floor = self.chain_us(self._nothing, calls)
+        return Chain(latency_us=(total - floor) / calls, floor_us=floor / calls)
+
+    def single_shot_us(self, call: Call) -> float:
+        """One gated call and the join of all GPUs, floor included: median of five."""
+        return float(np.median([self.chain_us(call, 1) for _ in range(5)]))
+
+    def load(self, call: Call, calls: int, seconds: float = LOAD_SECONDS) -> None:
+        """Keep the GPUs busy with the method until clocks have settled."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.chain_us(call, calls, dependent=False)
+
+
+def median_interval(samples: NDArray[np.float64] | list[float]) -> tuple[float, float, float]:
+    """Median and its 95 % bootstrap interval (seeded, so the same samples give the same text)."""
+    values = np.asarray(samples, dtype=np.float64)
+    draws = np.random.default_rng(0).integers(0, len(values), (BOOTSTRAP, len(values)))
+    low, high = np.percentile(np.median(values[draws], axis=1), [2.5, 97.5])
+    return float(np.median(values)), float(low), float(high)

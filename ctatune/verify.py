@@ -1,0 +1,120 @@
+"""Compares a method's output with a double-precision reference and with the one-GPU kernel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+from cuda.bindings import driver
+
+from ctatune.config import Config
+from ctatune.gpus import Arena, Gpus, check
+from ctatune.launch import BF16_BYTES, Mlp, Operands
+from ctatune.operands import Inputs
+from ctatune.problem import Problem
+from ctatune.records import Verification
+from ctatune.schedule import DOWN, Columns, Schedule, build
+from ctatune.space import default_split
+
+RELATIVE_LIMIT = 4e-3  # bf16 rounding of Y2 alone is 1.7e-3 of its norm
+WORST_LIMIT = 0.06  # half a bf16 step at 8 is 0.031, plus a flipped rounding of Y1
+_REFERENCE_TILE = 64
+
+
+class Reference:
+    """Y2 of one problem and seed in fp32 (summed in double, Y1 rounded to bf16) on GPU 0."""
+
+    def __init__(self, gpus: Gpus, arena: Arena, problem: Problem, seed: int) -> None:
+        inputs = Inputs(gpus, arena, problem, seed)
+        self.problem, self.seed, self._gpus, self._arena = problem, seed, gpus, arena
+        self.x = inputs.x(0)
+        self.w_up = inputs.w_up(0, Columns(0, problem.h))
+        self.w_down = inputs.w_down(0, Columns(0, problem.n))
+        self.y2 = arena.alloc(0, problem.m * problem.n * 4)
+        y1 = arena.alloc(0, problem.m * problem.h * BF16_BYTES)
+        self._gemm(self.x, self.w_up, y1, 0, problem.h, problem.k)
+        self._gemm(y1, self.w_down, 0, self.y2, problem.n, problem.h)
+
+    def _gemm(self, a: int, b: int, half: int, full: int, n: int, k: int) -> None:
+        grid = (-(-n // _REFERENCE_TILE), -(-self.problem.m // _REFERENCE_TILE))
+        sizes = (np.int32(size) for size in (self.problem.m, n, k))
+        self._gpus.support("reference_gemm", 0, grid, 256, a, b, half, full, *sizes)
+
+    def one_gpu(self, config: Config) -> int:
+        """Y2 (bf16, on GPU 0) of the same kernel with the same tiles on one GPU."""
+        alone = replace(self.problem, gpus=1, output="replicated")
+        config = replace(config, mix=1.0, stage_split=default_split(1))
+        y2 = self._arena.alloc(0, self.problem.m * self.problem.n * BF16_BYTES)
+        check(driver.cuMemsetD8(y2, 0xFF, self.problem.m * self.problem.n * BF16_BYTES))
+        operands = Operands(x=(self.x,), w_up=(self.w_up,), w_down=(self.w_down,), y2=(y2,))
+        mlp = Mlp(self._gpus, self._arena, build(alone, config), [operands])
+        mlp.call()
+        self._gpus.sync()
+        mlp.check()
+        return y2
+
+
+def promised(schedule: Schedule) -> list[tuple[int, Columns]]:
+    """Which columns of Y2 must lie on which GPU after a call."""
+    problem = schedule.problem
+    whole = Columns(0, problem.n)
+    if problem.output == "replicated":
+        return [(gpu, whole) for gpu in range(problem.gpus)]
+    if problem.output == "last":
+        return [(problem.gpus - 1, whole)]
+    return [(gpu, own) for gpu, own in enumerate(schedule.columns[DOWN]) if own.count]
+
+
+def verify(
+    gpus: Gpus,
+    reference: Reference,
+    y2: dict[int, int],
+    run: Callable[[], None],
+    *,
+    where: list[tuple[int, Columns]],
+    bits: int = 0,
+) -> Verification:
+    """Poison Y2 (a pointer for each GPU), `run` once, and compare what was promised `where`.
+
+    `bits` is a bf16 Y2 on GPU 0 that must be equal bit for bit; 0 for none.
+    """
+    problem = reference.problem
+    for gpu, pointer in y2.items():
+        gpus.use(gpu)
+        check(driver.cuMemsetD8(pointer, 0xFF, problem.m * problem.n * BF16_BYTES))
+    gpus.sync()
+    run()
+    gpus.sync()
+    sums = np.zeros(5)
+    with gpus.arena() as arena:
+        for gpu, columns in where:
+            result = arena.zeros(gpu, sums.nbytes)
+            edges = (np.int32(v) for v in (problem.m, problem.n, columns.start, columns.stop))
+            grid = 4 * gpus.sm_count
+            args = (y2[gpu], reference.y2, bits, *edges, result)
+            gpus.support("compare", gpu, grid, 256, *args)
+            part = gpus.download(gpu, result, (5,), np.float64)
+            sums = np.where([0, 0, 1, 0, 0], np.maximum(sums, part), sums + part)
+    return _judge(sums, reference.seed, problem, where, bits=bool(bits))
+
+
+def _judge(
+    sums: np.ndarray, seed: int, problem: Problem, where: list[tuple[int, Columns]], *, bits: bool
+) -> Verification:
+    diff2, ref2, worst, nans, differ = (float(value) for value in sums)
+    elements = problem.m * sum(columns.count for _, columns in where)
+    rms = math.sqrt(ref2 / elements)
+    relative = math.sqrt(diff2 / ref2) if ref2 else math.inf
+    worst = worst / rms if rms else math.inf
+    equal = differ == 0 and nans == 0 if bits else None
+    good = nans == 0 and relative <= RELATIVE_LIMIT and worst <= WORST_LIMIT and equal is not False
+    return Verification(
+        passed=good,
+        seed=seed,
+        relative_error=relative,
+        worst_error=worst,
+        nans=int(nans),
+        bitwise_equal=equal,
+    )
