@@ -13,7 +13,7 @@ class DeviceError(CtatuneError):
     """The machine lacks something, or a driver call failed (exit code 1)."""
 
 
-class PipelineTimeout(DeviceError):
+class PipelineTimeoutError(DeviceError):
     """A bounded poll inside a kernel ran out; names GPU, what was awaited, target and value."""
 
 

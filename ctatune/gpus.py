@@ -4,6 +4,9 @@ Launching goes through `cuda.core`; memory, peer access, tensor maps and stream 
 driver bindings of cuda-python.
 """
 
+# cuda-python ships no type stubs.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import ctypes
@@ -102,7 +105,9 @@ class Gpus:
                 raise DeviceError(f"the kernels are for sm_90a, {device.name} is sm_{device.arch}")
             self.streams.append(device.create_stream())
         self._connect_peers()
-        self._support = dict(zip(SUPPORT, self.load(jit.cubin("support"), SUPPORT), strict=True))
+        self._support: dict[str, Any] = dict(
+            zip(SUPPORT, self.load(jit.cubin("support"), SUPPORT), strict=True)
+        )
         self._gate = _Gate(self.streams)
         self.probe_peers()
 

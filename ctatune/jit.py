@@ -5,6 +5,9 @@ everything that shapes it, and it is published by an atomic rename, so a half-wr
 seen and a damaged one is compiled again.
 """
 
+# cuda-python ships no type stubs.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import importlib.metadata
@@ -120,6 +123,13 @@ def cubin(name: str, constants: str = "") -> bytes:
     return made
 
 
+def cuda_error() -> type[Exception]:
+    """What `cuda.core` raises; it has no public name for it (1.2)."""
+    from cuda.core._utils.cuda_utils import CUDAError
+
+    return CUDAError
+
+
 def _compile(name: str, text: str) -> bytes:
     from cuda.core import Program, ProgramOptions
 
@@ -132,7 +142,7 @@ def _compile(name: str, text: str) -> bytes:
     )
     try:
         return bytes(Program(text, "c++", options).compile("cubin").code)
-    except RuntimeError as error:  # cuda.core's NVRTCError is one
+    except cuda_error() as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         raise CompileError(f"{name}.cu: " + " | ".join(lines[:6])) from error
 

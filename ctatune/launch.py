@@ -3,6 +3,9 @@
 The parameter block mirrors `struct Params` of kernels/mlp.cu.
 """
 
+# cuda-python ships no type stubs.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import ctypes
@@ -11,10 +14,10 @@ from typing import Any
 
 import numpy as np
 from cuda.bindings import driver
-from cuda.core import LaunchConfig, launch
+from numpy.typing import NDArray
 
 from ctatune import jit
-from ctatune.errors import PipelineTimeout
+from ctatune.errors import PipelineTimeoutError
 from ctatune.gpus import LINE_BYTES, Arena, Gpus, check
 from ctatune.problem import MAX_GPUS
 from ctatune.records import KernelBuild
@@ -42,6 +45,7 @@ PARAMS = np.dtype(
         ("calls", "u8"),
         ("error", "u8"),
         ("tiles", "u8"),
+        ("stamps", "u8"),
         ("timeout_ns", "i8"),
         ("tile_count", "i4"),
         ("m", "i4"),
@@ -60,6 +64,16 @@ PARAMS = np.dtype(
         ("y2_gpu", "i4", MAX_GPUS),
     ],
     align=True,
+)
+STAMPS = (
+    "math_waits",
+    "math_starts",
+    "math_ends",
+    "slabs_written",
+    "store_starts",
+    "stored",
+    "load_starts",
+    "panel_ready",
 )
 ERROR = np.dtype([("code", "u4"), ("index", "u4"), ("target", "u4"), ("value", "u4")])
 _AWAITED = {1: "panel {} of Y1", 2: "the start of GPU {}", 3: "Y2 of its peers", 4: "the barrier"}
@@ -111,7 +125,7 @@ class Mlp:
     """A schedule placed on GPUs: its workspace, flags, and a parameter block a set of operands.
 
     Calls are enqueued on the streams of `gpus`, one call at a time; buffers belong to `arena`.
-    `skip_wait` builds the negative control.
+    `skip_wait` builds the negative control; `stamps` keeps the times of every tile of a call.
     """
 
     def __init__(
@@ -122,6 +136,7 @@ class Mlp:
         sets: list[Operands],
         *,
         skip_wait: bool = False,
+        stamps: bool = False,
     ) -> None:
         self._gpus = gpus
         self.schedule = schedule
@@ -129,11 +144,14 @@ class Mlp:
         cubin = jit.cubin("mlp", jit.preamble(config, skip_wait=skip_wait))
         smem = smem_bytes(config)
         (self._kernel,) = gpus.load(cubin, ["mlp"], smem_bytes=smem)
+        self._function = driver.CUfunction(int(self._kernel.handle))
         self.ctas = config.ctas or gpus.sm_count
-        self._launch = LaunchConfig(grid=self.ctas, block=THREADS, shmem_size=smem)
+        self._smem_bytes = smem
         self._place_workspace(arena)
+        sizes = [len(tiles) * len(STAMPS) * 8 if stamps else 0 for tiles in schedule.tiles]
+        self._stamps = [arena.zeros(g, size) if size else 0 for g, size in enumerate(sizes)]
         self._params = [
-            [arena.upload(gpu, self._fill(gpu, operands)) for gpu in self._all] for operands in sets
+            [_Argument(self._fill(gpu, operands)) for gpu in self._all] for operands in sets
         ]
 
     @property
@@ -166,6 +184,7 @@ class Mlp:
         self._fill_flags(p, gpu)
         schedule, problem, config = self.schedule, self.schedule.problem, self.schedule.config
         p["tiles"], p["tile_count"] = self._tiles[gpu], len(schedule.tiles[gpu])
+        p["stamps"] = self._stamps[gpu]
         p["m"] = problem.m
         p["up_k_blocks"] = -(-problem.k // TILE_K)
         p["down_k_blocks"] = -(-problem.h // TILE_K)
@@ -213,14 +232,36 @@ class Mlp:
 
     def call(self, which: int = 0) -> None:
         """Enqueue one call on operand set `which` on every GPU."""
-        for gpu, params in enumerate(self._params[which % len(self._params)]):
-            self._gpus.use(gpu)
-            launch(self._gpus.streams[gpu], self._launch, self._kernel, params)
+        for gpu in self._all:
+            self.call_on(gpu, which)
+
+    def call_on(self, gpu: int, which: int = 0) -> None:
+        """Enqueue one GPU's part of a call; it waits for the parts of the others."""
+        self._gpus.use(gpu)
+        params = self._params[which % len(self._params)][gpu]
+        stream = self._gpus.streams[gpu].handle
+        one = (1, 1)
+        check(
+            driver.cuLaunchKernel(
+                self._function,
+                *(self.ctas, *one),
+                *(THREADS, *one),
+                self._smem_bytes,
+                stream,
+                params.address,
+                0,
+            )
+        )
 
     def check(self) -> None:
-        """Raise PipelineTimeout if a poll of a finished call ran out of time."""
+        """Raise PipelineTimeoutError if a poll of a finished call ran out of time."""
         for gpu in self._all:
             raise_poll_error(self._gpus, gpu, self._errors[gpu])
+
+    def stamps(self, gpu: int) -> NDArray[np.int64]:
+        """Times of the last call on `gpu`: tiles x STAMPS, in ns of that GPU's global timer."""
+        shape = (len(self.schedule.tiles[gpu]), len(STAMPS))
+        return self._gpus.download(gpu, self._stamps[gpu], shape, np.int64)
 
     def build(self) -> KernelBuild:
         """What the compiler made of the config."""
@@ -234,12 +275,21 @@ class Mlp:
         )
 
 
+class _Argument:
+    """A parameter block as the driver takes it: the address of an array with its address."""
+
+    def __init__(self, block: NDArray[Any]) -> None:
+        self._block = block
+        self._pointers = (ctypes.c_void_p * 1)(block.ctypes.data)
+        self.address = ctypes.addressof(self._pointers)
+
+
 def raise_poll_error(gpus: Gpus, gpu: int, pointer: int) -> None:
-    """Raise PipelineTimeout if the error record at `pointer` on `gpu` is filled."""
+    """Raise PipelineTimeoutError if the error record at `pointer` on `gpu` is filled."""
     error = gpus.download(gpu, pointer, (), ERROR)
     if error["code"]:
         what = _AWAITED[int(error["code"])].format(int(error["index"]))
-        raise PipelineTimeout(
+        raise PipelineTimeoutError(
             f"GPU {gpu} waited more than {POLL_TIMEOUT_NS / 1e9:g} s for {what}: "
             f"target {int(error['target'])}, value {int(error['value'])}"
         )

@@ -1,10 +1,10 @@
-"""The numbers that latency model and simulator share: one machine's rates, and the time of a tile."""
+"""What latency model and simulator share: the rates of one machine, and the time of a tile."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from ctatune.errors import UsageError
 from ctatune.problem import DTYPES
 from ctatune.records import Platform, Prediction
 from ctatune.rooms import room
-from ctatune.space import TILE_K
+from ctatune.space import MATH_GROUPS, TILE_K
 
 DEFAULT_PLATFORM = "nvidia-h200-nv18"
 ELEMENT_BYTES = DTYPES["bf16"]
@@ -31,40 +31,34 @@ class Work:
     columns: int
     tile: Tile
     ctas: int
+    tiles_m: int = field(init=False)
+    tiles_n: int = field(init=False)
+    tiles: int = field(init=False)
+    active: int = field(init=False)  # CTAs that work at the same time
+    k_steps: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        tiles_m, tiles_n = -(-self.m // self.tile.m), -(-self.columns // self.tile.n)
+        tiles = tiles_m * tiles_n
+        object.__setattr__(self, "tiles_m", tiles_m)
+        object.__setattr__(self, "tiles_n", tiles_n)
+        object.__setattr__(self, "tiles", tiles)
+        object.__setattr__(self, "active", min(self.ctas, tiles))
+        object.__setattr__(self, "k_steps", -(-self.inputs // TILE_K))
 
     @property
-    def tiles_m(self) -> int:
-        return -(-self.m // self.tile.m)
-
-    @property
-    def tiles_n(self) -> int:
-        return -(-self.columns // self.tile.n)
-
-    @property
-    def tiles(self) -> int:
-        return self.tiles_m * self.tiles_n
-
-    @property
-    def active(self) -> int:
-        """CTAs that work at the same time."""
-        return min(self.ctas, self.tiles)
-
-    @property
-    def k_steps(self) -> int:
-        return -(-self.inputs // TILE_K)
-
-    @property
-    def tile_bytes(self) -> int:
-        """Bytes of one output tile; rows and columns that do not exist are not stored."""
-        return min(self.tile.m, self.m) * min(self.tile.n, self.columns) * ELEMENT_BYTES
+    def tile_bytes(self) -> float:
+        """Mean bytes of an output tile; rows and columns that do not exist are not stored."""
+        return self.m * self.columns * ELEMENT_BYTES / max(1, self.tiles)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineModel:
     """Rates and fixed costs of one platform; where each comes from stands in its JSON file.
 
-    Units: as each name ends; `*_tflops` and `l2_gbps`, `hbm_gbps`, `local_store_gbps` are of a whole
-    GPU, `sm_port_gbps` and `epilogue_gbps` of one SM, `link_gbps` of one direction of one GPU.
+    Units: as each name ends; `*_tflops`, `l2_gbps`, `hbm_gbps` and `local_store_gbps` are of a
+    whole GPU, `sm_port_gbps`, `smem_gbps` and `epilogue_gbps` of one SM, `link_gbps` of one
+    direction of one GPU's link.
     """
 
     platform: Platform
@@ -74,6 +68,7 @@ class MachineModel:
     cublas_tflops: float
     l2_gbps: float
     sm_port_gbps: float
+    smem_gbps: float
     hbm_gbps: float
     link_gbps: float
     local_store_gbps: float
@@ -92,7 +87,9 @@ class MachineModel:
     def __post_init__(self) -> None:
         for item in fields(self)[1:]:
             value = getattr(self, item.name)
-            if not (math.isfinite(value) and (value > 0 or item.name in _MAY_BE_ZERO and value == 0)):
+            if not (
+                math.isfinite(value) and (value > 0 or (item.name in _MAY_BE_ZERO and value == 0))
+            ):
                 raise UsageError(f"{item.name} of a machine model must be positive, got {value}")
         for name, peak in (("tensor_tflops", "peak_tflops"), ("hbm_gbps", "peak_hbm_gbps")):
             if getattr(self, name) > getattr(self, peak):
@@ -139,15 +136,16 @@ class MachineModel:
     def tile_time_us(self, work: Work, clock: float = 1.0) -> float:
         """Time from the start of a tile in a CTA to its result in shared memory.
 
-        The main loop is bound by the tensor cores or by the operands through L2, and overlaps with
-        HBM traffic of all CTAs of the same wave.
+        The main loop is bound by the tensor cores, by shared memory or by the operands through L2,
+        and overlaps with the HBM traffic of all CTAs of the same wave.
         """
         if not work.tiles:
             return 0.0
-        rows = min(work.tile.m, work.m) + work.tile.n
-        operands_bytes = rows * TILE_K * ELEMENT_BYTES * work.k_steps
-        operands_us = operands_bytes / min(self.sm_port_gbps, self.l2_gbps / work.active) * 1e-3
-        main_us = max(self.tensor_us(work) / clock, operands_us)
+        row_bytes = TILE_K * ELEMENT_BYTES * work.k_steps
+        loaded_bytes = (min(work.tile.m, work.m) + work.tile.n) * row_bytes
+        operands_us = loaded_bytes / min(self.sm_port_gbps, self.l2_gbps / work.active) * 1e-3
+        smem_us = (loaded_bytes + wgmma_rows(work.tile) * row_bytes) / self.smem_gbps * 1e-3
+        main_us = max(self.tensor_us(work) / clock, smem_us / clock, operands_us)
         wave_us = self.hbm_bytes(work) * work.active / work.tiles / self.hbm_gbps * 1e-3
         return self.both_us(main_us, wave_us) + self.tile_us + self.epilogue_us(work) / clock
 
@@ -165,6 +163,14 @@ class MachineModel:
         fits = rows * work.tile.m * row_bytes <= cache_bytes
         input_passes = 1.0 if fits else max(1.0, work.tiles_n * rows / work.active)
         return row_bytes * (work.m * input_passes + work.columns * weight_passes)
+
+
+def wgmma_rows(tile: Tile) -> int:
+    """Operand rows that one K-step reads from shared memory: each 64-row WGMMA reads its own A and
+    all of B that its math group works on.
+    """
+    groups_n = min(MATH_GROUPS, tile.n // 64) if tile.m <= 64 else 1
+    return -(-tile.m // 64) * (groups_n * 64 + tile.n)
 
 
 def load(name: str | None = None) -> MachineModel:

@@ -8,20 +8,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ctatune import baselines
 from ctatune.config import AnyConfig, Config
-from ctatune.errors import DeviceError, PipelineTimeout
+from ctatune.errors import PipelineTimeoutError
 from ctatune.gpus import Arena, Gpus
 from ctatune.jit import CompileError
 from ctatune.launch import Mlp
 from ctatune.operands import Inputs, cold_sets, place
 from ctatune.problem import Problem
-from ctatune.records import KernelBuild, Measurement, Outcome, Verification
+from ctatune.records import KernelBuild, Measurement, Outcome, Platform, Verification
 from ctatune.schedule import Columns, build
 from ctatune.space import default_config, why_invalid
 from ctatune.telemetry import Telemetry
@@ -53,13 +53,11 @@ class Bench:
 
     def __init__(self, gpus: int) -> None:
         self._telemetry = Telemetry(gpus)
-        self._gpus = Gpus(gpus)
+        self.gpus = Gpus(gpus)
 
-    def platform(self):  # noqa: ANN201 - records.Platform
+    def platform(self) -> Platform:
         """The identity of this machine."""
-        return self._telemetry.platform(
-            sm_count=self._gpus.sm_count, l2_bytes=self._gpus.l2_bytes
-        )
+        return self._telemetry.platform(sm_count=self.gpus.sm_count, l2_bytes=self.gpus.l2_bytes)
 
     def trial(self, problem: Problem, config: AnyConfig, seed: int) -> Measurement:
         """Verify and time one config: SCREEN_ROUNDS rounds. Never raises for a bad config."""
@@ -67,25 +65,23 @@ class Bench:
         if reason:
             return Measurement(outcome="invalid", detail=reason)
         try:
-            with self._gpus.arena() as arena:
+            with self.gpus.arena() as arena:
                 return self._screen(arena, problem, config, seed)
         except CompileError as error:
             return Measurement(outcome="compile_error", detail=str(error))
-        except PipelineTimeout as error:
+        except PipelineTimeoutError as error:
             return Measurement(outcome="timeout", detail=str(error))
 
     def _why_not(self, problem: Problem, config: AnyConfig) -> str | None:
         if isinstance(config, Config):
-            return why_invalid(config, problem, sm_count=self._gpus.sm_count)
+            return why_invalid(config, problem, sm_count=self.gpus.sm_count)
         return baselines.why_missing()
 
-    def _screen(
-        self, arena: Arena, problem: Problem, config: AnyConfig, seed: int
-    ) -> Measurement:
+    def _screen(self, arena: Arena, problem: Problem, config: AnyConfig, seed: int) -> Measurement:
         with self._verified(arena, problem, config, seed) as (contestant, proof):
             if not proof.passed:
                 return _wrong(contestant, proof)
-            timer = Timer(self._gpus, arena)
+            timer = Timer(self.gpus, arena)
             calls = timer.calls_for(contestant.call)
             timer.load(contestant.call, calls)
             before = self._telemetry.read()
@@ -98,7 +94,7 @@ class Bench:
             single_shot_us=single,
             verification=proof,
             kernel=contestant.kernel,
-            gpu_state=self._telemetry.state(before, after) | {"calls": calls},
+            gpu_state=self._telemetry.state(before, after, calls=calls),
         )
         return _with_rounds(base, rounds)
 
@@ -109,16 +105,18 @@ class Bench:
 
         Every config is verified anew. A config that fails takes no part; its row says why.
         """
-        with self._gpus.arena() as arena, _closing() as closing:
+        with self.gpus.arena() as arena, ExitStack() as stack:
             field: dict[int, tuple[Contestant, Verification]] = {}
             results: dict[int, Measurement] = {}
             for i, config in enumerate(configs):
-                contestant, proof = closing(self._verified(arena, problem, config, seed))
+                contestant, proof = stack.enter_context(
+                    self._verified(arena, problem, config, seed)
+                )
                 if proof.passed:
                     field[i] = (contestant, proof)
                 else:
                     results[i] = replace(_wrong(contestant, proof), phase="final")
-            timer = Timer(self._gpus, arena)
+            timer = Timer(self.gpus, arena)
             before = self._telemetry.read()
             rounds = _race(timer, {i: c for i, (c, _) in field.items()}, seed)
             after = self._telemetry.read()
@@ -143,37 +141,41 @@ class Bench:
 
     def prove(self, problem: Problem, contestant: Contestant, seed: int) -> Verification:
         """Check two calls in a row (both parities of Y1) against the reference; the worse one."""
-        with self._gpus.arena() as arena:
-            reference = Reference(self._gpus, arena, problem, seed)
+        with self.gpus.arena() as arena:
+            reference = Reference(self.gpus, arena, problem, seed)
             config = contestant.config
             bits = reference.one_gpu(config) if isinstance(config, Config) else 0
 
             def run() -> None:
                 contestant.poison()
-                self._gpus.sync()
+                self.gpus.sync()
                 contestant.call(0)
 
             proofs = [
-                verify(
-                    self._gpus, reference, contestant.y2, run, where=contestant.where, bits=bits
-                )
+                verify(self.gpus, reference, contestant.y2, run, where=contestant.where, bits=bits)
                 for _ in range(2)
             ]
             contestant.check()
         return min(proofs, key=lambda proof: proof.passed)
 
+    def proves(self, problem: Problem, config: Config, *, skip_wait: bool = False) -> bool:
+        """Whether a config verifies; with `skip_wait` as the negative control, which must not."""
+        seed = 1
+        with self.gpus.arena() as arena:
+            inputs = Inputs(self.gpus, arena, problem, seed)
+            contestant = self.cta(arena, problem, config, inputs, skip_wait=skip_wait)
+            return self.prove(problem, contestant, seed).passed
+
     @contextmanager
     def _contestant(
         self, arena: Arena, problem: Problem, config: AnyConfig, seed: int
     ) -> Iterator[Contestant]:
-        inputs = Inputs(self._gpus, arena, problem, seed)
+        inputs = Inputs(self.gpus, arena, problem, seed)
         if isinstance(config, Config):
             yield self.cta(arena, problem, config, inputs)
             return
         alone = build(replace(problem, gpus=1), default_config(replace(problem, gpus=1)))
-        single = baselines.Single(
-            self._gpus, arena, problem, inputs, cold_sets(self._gpus, alone)
-        )
+        single = baselines.Single(self.gpus, arena, problem, inputs, cold_sets(self.gpus, alone))
         try:
             yield Contestant(
                 config=config,
@@ -198,8 +200,8 @@ class Bench:
     ) -> Contestant:
         """The CTA-pipelined kernel as a contestant."""
         schedule = build(problem, config)
-        sets = place(inputs, schedule, cold_sets(self._gpus, schedule))
-        mlp = Mlp(self._gpus, arena, schedule, sets, skip_wait=skip_wait)
+        sets = place(inputs, schedule, cold_sets(self.gpus, schedule))
+        mlp = Mlp(self.gpus, arena, schedule, sets, skip_wait=skip_wait)
         return Contestant(
             config=config,
             call=mlp.call,
@@ -262,18 +264,4 @@ def _wrong(contestant: Contestant, proof: Verification) -> Measurement:
         f"relative error {proof.relative_error:.2e}, worst {proof.worst_error:.2e}, "
         f"{proof.nans} NaNs, bits equal to one GPU: {proof.bitwise_equal}"
     )
-    return Measurement(
-        outcome="wrong", detail=detail, verification=proof, kernel=contestant.kernel
-    )
-
-
-@contextmanager
-def _closing() -> Iterator[Callable]:
-    """Enter context managers that are left together at the end."""
-    from contextlib import ExitStack
-
-    with ExitStack() as stack:
-        yield stack.enter_context
-
-
-__all__ = ["Bench", "Contestant", "DeviceError"]
+    return Measurement(outcome="wrong", detail=detail, verification=proof, kernel=contestant.kernel)

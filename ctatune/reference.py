@@ -151,8 +151,10 @@ class _State:
         written = self.written[layer][gpu][area]
         if written.shape != result.shape or not result.size or written.any():
             what = "a second time" if written.any() else "outside the output"
+            problem = self.schedule.problem
             raise ScheduleError(
-                f"{('up', 'down')[layer]} tile at row {row}, column {col} is stored {what} on GPU {gpu}"
+                f"{problem.layers[layer].name} tile at row {row}, column {col} "
+                f"is stored {what} on GPU {gpu}"
             )
         written[:] = True
         self.y[layer][gpu][area] = result

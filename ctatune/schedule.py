@@ -6,6 +6,7 @@ The kernel, the simulator and the NumPy reference all execute this same list.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -74,7 +75,7 @@ def split_columns(count: int, tile_n: int, parts: list[float]) -> tuple[Columns,
     edges[-1] = tiles
     return tuple(
         Columns(min(start * tile_n, count), min(stop * tile_n, count))
-        for start, stop in zip(edges, edges[1:], strict=False)
+        for start, stop in pairwise(edges)
     )
 
 

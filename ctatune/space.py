@@ -43,7 +43,8 @@ def _why_shape(problem: Problem) -> str | None:
     for name in ("k", "h", "n"):
         pitch = getattr(problem, name) * size
         if pitch % ALIGNMENT_BYTES:
-            return f"{name} must be a multiple of {ALIGNMENT_BYTES // size} (TMA row pitch), got {getattr(problem, name)}"
+            rule = f"a multiple of {ALIGNMENT_BYTES // size} (TMA: pitch of a row)"
+            return f"{name} must be {rule}, got {getattr(problem, name)}"
     weights = problem.weight_bytes / problem.gpus
     y1 = 2 * size * problem.m * problem.h
     if weights + y1 + size * problem.m * (problem.k + problem.n) > HBM_BYTES:
@@ -52,22 +53,38 @@ def _why_shape(problem: Problem) -> str | None:
 
 
 def _why_tiles(config: Config) -> str | None:
-    for name, tile in (("up", config.up), ("down", config.down)):
-        if tile.m not in (64, 128, 256):
-            return f"{name} tile m must be 64, 128 or 256 (WGMMA m is 64, two math groups), got {tile.m}"
-        groups_n = MATH_GROUPS if tile.m == 64 else 1
-        if tile.n // groups_n not in (64, 128, 192, 256) or tile.n % groups_n or tile.n > 256:
-            return f"{name} tile n must be 64, 128, 192 or 256 a math group and at most 256, got {tile.n}"
-        if tile.m * tile.n // (MATH_GROUPS * 128) > MAX_ACCUMULATORS:
-            return f"{name} tile {tile.m}x{tile.n} needs more than {MAX_ACCUMULATORS} accumulators a thread"
-        if tile.m == 64 and config.d_slabs < tile.n // 128 + 1:
-            return f"d_slabs must be at least {tile.n // 128 + 1} for a {name} tile of 64x{tile.n}: one math group would wait two ring turns ahead"
+    return (
+        _why_tile("up", config.up, config)
+        or _why_tile("down", config.down, config)
+        or _why_memory(config)
+    )
+
+
+def _why_tile(name: str, tile: Tile, config: Config) -> str | None:
+    if tile.m not in (64, 128, 256):
+        return f"{name} tile m must be 64, 128 or 256 (WGMMA m, two math groups), got {tile.m}"
+    groups_n = MATH_GROUPS if tile.m == 64 else 1  # groups stand along n when m is only 64
+    if tile.n > 256 or tile.n % (64 * groups_n):
+        rule = f"a multiple of {64 * groups_n} up to 256 (64 columns a slab and math group)"
+        return f"{name} tile n must be {rule}, got {tile.n}"
+    if tile.m * tile.n > MAX_ACCUMULATORS * MATH_GROUPS * 128:
+        rule = f"at most {MAX_ACCUMULATORS} accumulators a thread"
+        return f"{name} tile must need {rule}, got {tile.m}x{tile.n}"
+    if groups_n > 1 and config.d_slabs < tile.n // 128 + 1:
+        rule = f"at least {tile.n // 128 + 1} (a math group may not run a ring turn ahead)"
+        return f"d_slabs must be {rule} for {tile.m}x{tile.n}, got {config.d_slabs}"
+    return None
+
+
+def _why_memory(config: Config) -> str | None:
     if config.stages < MIN_STAGES:
-        return f"stages must be at least {MIN_STAGES} (one loads while one computes), got {config.stages}"
+        rule = f"at least {MIN_STAGES} (one loads while one computes)"
+        return f"stages must be {rule}, got {config.stages}"
     if config.d_slabs < 1:
         return f"d_slabs must be at least 1, got {config.d_slabs}"
     if smem_bytes(config) > SMEM_BYTES:
-        return f"shared memory must be at most {SMEM_BYTES} bytes, needs {smem_bytes(config)}"
+        rule = f"at most {SMEM_BYTES} bytes (227 KiB of one CTA)"
+        return f"shared memory must be {rule}, got {smem_bytes(config)}"
     return None
 
 

@@ -2,93 +2,39 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import math
 import os
 import sqlite3
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import platformdirs
 
-from ctatune import records
-from ctatune.config import AnyConfig, digest, parse_config
+from ctatune import seed
+from ctatune.config import AnyConfig, digest
 from ctatune.errors import StoreError
 from ctatune.problem import Problem
+from ctatune.records import PROTOCOL, Measurement, Platform, Prediction
 from ctatune.rooms import room
+from ctatune.seed import PredictionRow, Row
 
-_log = logging.getLogger(__name__)
-
+_AnyRow = TypeVar("_AnyRow", Row, PredictionRow)
 BUSY_TIMEOUT_S = 10.0
-# What a damaged row of the database, or line of the seed, raises when it is decoded.
-DAMAGE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """One start of a command that measures or simulates, on one platform."""
-
-    id: int
-    utc: str
-    command: str
-    compiler: str
-    versions: dict[str, str]
-    platform: records.Platform
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """A stored measurement with its full identity; `trial` counts from 1 inside its run."""
-
-    id: int
-    trial: int
-    utc: str
-    protocol: int
-    run: Run
-    problem: Problem
-    config: AnyConfig
-    measurement: records.Measurement
-
-    @property
-    def kernel_hash(self) -> str | None:
-        return self.measurement.kernel.hash if self.measurement.kernel else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PredictionRow:
-    """A stored prediction: another type than `Row`, so that neither passes for the other."""
-
-    id: int
-    utc: str
-    run: Run
-    problem: Problem
-    config: AnyConfig
-    prediction: records.Prediction
+# The DELETE fails where the file can only be read: SQLite opens it to write without a word.
+_MIGRATIONS = """CREATE TABLE IF NOT EXISTS schema_migration (name TEXT PRIMARY KEY, utc TEXT);
+    DELETE FROM schema_migration WHERE 0;"""
 
 
 def default_path() -> Path:
     """Where the user's database lies: `$CTATUNE_DB` or the platform's data folder."""
     chosen = os.environ.get("CTATUNE_DB")
-    return Path(chosen) if chosen else platformdirs.user_data_path("ctatune") / "ctatune.db"
+    return Path(chosen or platformdirs.user_data_path("ctatune") / "ctatune.db")
 
 
-def migrations_folder() -> Path:
-    """Where the schema changes lie, as `NNNN_name.sql`."""
-    return room("db") / "migrations"
-
-
-def canonical_json(value: object) -> str:
-    """JSON with sorted keys and no spaces, one line of ASCII; nan and inf become strings."""
-    return json.dumps(_finite(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
-class Store:
+class Store(AbstractContextManager["Store"]):
     """Measurements and predictions of one database, for one thread; see `open` and `memory`."""
 
     def __init__(self, connection: sqlite3.Connection, name: str) -> None:
@@ -101,9 +47,7 @@ class Store:
     @classmethod
     def memory(cls) -> Store:
         """An empty store that is gone when it is closed."""
-        store = cls(_connect(":memory:"), "in memory")
-        store._migrate()
-        return store
+        return cls(_connect(":memory:"), "in memory")._migrate()
 
     @classmethod
     def open(cls, path: Path | str, *, create: bool = True, read_only: bool = False) -> Store:
@@ -124,7 +68,7 @@ class Store:
                 path.stat()
             store = cls(_connect_read_only(path) if read_only else _connect(path.as_uri()), name)
             try:
-                return store._copy_to_read() if read_only else store._ready_to_write()
+                return store._ready_to_read() if read_only else store._ready_to_write()
             except BaseException:
                 store.close()
                 raise
@@ -132,47 +76,38 @@ class Store:
     def _ready_to_write(self) -> Store:
         self._pending()  # refuses another program's file before anything in it changes
         self._db.enable_wal()
-        with self.transaction():
-            pass  # refuses a file that cannot be written: SQLite opens it without a word
-        self._migrate()
-        return self
+        return self._migrate()
 
-    def _copy_to_read(self) -> Store:
+    def _ready_to_read(self) -> Store:
         if not self._pending():
             return self
         copy = Store(_connect(":memory:"), self.name)
         self._db.conn.backup(copy._db.conn)
         self.close()
-        copy._migrate()
-        return copy
+        return copy._migrate()
 
     def _pending(self) -> list[Path]:
         """Migrations that this database lacks, in their order."""
-        known = {path.stem: path for path in migrations_folder().glob("*.sql")}
+        known = {path.stem: path for path in (room("db") / "migrations").glob("*.sql")}
         tables = self._db.table_names()
         if tables and "schema_migration" not in tables:
             raise StoreError(f"{self.name}: belongs to another program (table {tables[0]!r})")
         applied = self._db.query("SELECT name FROM schema_migration") if tables else ()
         names = {row["name"] for row in applied}
         if newer := names - known.keys():
-            now = max(known, default="none")
-            raise StoreError(
-                f"{self.name}: has schema {max(newer)}, this older ctatune knows {now}"
-            )
+            raise StoreError(f"{self.name}: schema {max(newer)} needs a newer ctatune")
         return [known[name] for name in sorted(known.keys() - names)]
 
-    def _migrate(self) -> None:
-        while self._pending():
+    def _migrate(self) -> Store:
+        while True:
             with self.transaction():
-                for path in self._pending()[:1]:  # again: another process may have been faster
-                    self._db.executescript(
-                        "CREATE TABLE IF NOT EXISTS schema_migration (name TEXT, utc TEXT);"
-                        + path.read_text(encoding="utf-8")
-                    )
+                pending = self._pending()
+                self._db.executescript(_MIGRATIONS)
+                for path in pending[:1]:
+                    self._db.executescript(path.read_text(encoding="utf-8"))
                     self._insert("schema_migration", {"name": path.stem, "utc": _now()})
-
-    def __enter__(self) -> Store:
-        return self
+            if not pending[1:]:
+                return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -197,62 +132,148 @@ class Store:
                 raise
 
     def begin_run(
-        self, platform: records.Platform, *, command: str, compiler: str, versions: dict[str, str]
+        self, platform: Platform, *, command: str, compiler: str, versions: dict[str, str]
     ) -> int:
         """A new run, to which measurements and predictions are added; returns its id."""
-        run = Run(
-            id=0, utc=_now(), command=command, compiler=compiler, versions=versions, platform=platform
-        )
         with self.transaction():
-            return self._run_id(run)
+            return self._run_id(platform, _now(), command, compiler, versions)
 
     def add_measurement(
-        self, run_id: int, problem: Problem, config: AnyConfig, measurement: records.Measurement
+        self, run_id: int, problem: Problem, config: AnyConfig, measurement: Measurement
     ) -> int:
         """Store one trial, committed when this returns; returns the row's id."""
         with self.transaction():
-            last = "SELECT coalesce(max(trial), 0) FROM measurement WHERE run_id = ?"
-            trial = self._db.execute(last, [run_id]).fetchone()[0] + 1
-            identity = {"run_id": run_id, "trial": trial, "utc": _now()}
-            identity["protocol"] = records.PROTOCOL
-            return self._insert_measurement(identity, problem, config, measurement)
+            next_trial = "SELECT coalesce(max(trial), 0) + 1 FROM measurement WHERE run_id = ?"
+            trial = self._db.execute(next_trial, [run_id]).fetchone()[0]
+            place = {"run_id": run_id, "trial": trial, "utc": _now(), "protocol": PROTOCOL}
+            return self._insert_measurement(place, problem, config, measurement)
 
     def add_row(self, row: Row) -> bool:
         """Store another database's row under its own run and trial; False when it is known."""
         with self.transaction():
-            run_id = self._run_id(row.run)
-            known = "SELECT 1 FROM measurement WHERE run_id = ? AND trial = ?"
-            if self._db.execute(known, [run_id, row.trial]).fetchone():
+            run = row.run
+            run_id = self._run_id(run.platform, run.utc, run.command, run.compiler, run.versions)
+            place: dict[str, Any] = {"run_id": run_id, "trial": row.trial}
+            if self._id("measurement", place):
                 return False
-            identity = {"run_id": run_id, "trial": row.trial, "utc": row.utc}
-            identity["protocol"] = row.protocol
-            self._insert_measurement(identity, row.problem, row.config, row.measurement)
+            place |= {"utc": row.utc, "protocol": row.protocol}
+            self._insert_measurement(place, row.problem, row.config, row.measurement)
             return True
 
+    def _insert_measurement(
+        self, place: dict[str, Any], problem: Problem, config: AnyConfig, measurement: Measurement
+    ) -> int:
+        kernel, verification = measurement.kernel, measurement.verification
+        row = place | asdict(problem) | seed.columns(measurement)
+        row["config_key"] = self._config_key(config)
+        row["kernel_id"] = kernel and self._intern("kernel", asdict(kernel))
+        row_id = self._insert("measurement", row)
+        if verification:
+            self._insert("verification", {"measurement_id": row_id, **asdict(verification)})
+        return row_id
+
     def add_prediction(
-        self, run_id: int, problem: Problem, config: AnyConfig, prediction: records.Prediction
+        self, run_id: int, problem: Problem, config: AnyConfig, prediction: Prediction
     ) -> int:
         """Store what a model computed; returns the row's id."""
-        low_us, high_us = prediction.interval_us
         with self.transaction():
-            values = {"run_id": run_id, "utc": _now(), "config_key": self._config_key(config)}
-            values |= {"low_us": low_us, "high_us": high_us, "model": prediction.model}
-            values["latency_us"] = prediction.latency_us
-            return self._insert("prediction", values | asdict(problem))
+            row = {"run_id": run_id, "utc": _now(), "config_key": self._config_key(config)}
+            return self._insert("prediction", row | asdict(problem) | seed.columns(prediction))
 
     def measurements(
         self, problem: Problem | None = None, platform: str | None = None, **equal: object
     ) -> list[Row]:
-        """Measurements in the order in which they were stored; `equal` names columns."""
-        rows = self._select("measured", problem, platform, equal)
-        return [row for values in rows if (row := self._decoded(_row, values))]
+        """Measurements in stored order; `equal` are columns. A damaged row is left out."""
+        where = equal | (asdict(problem) if problem else {})
+        return self._rows(Row, "measurement", platform, where)
 
     def predictions(
         self, problem: Problem | None = None, platform: str | None = None, **equal: object
     ) -> list[PredictionRow]:
-        """Predictions in the order in which they were stored; `equal` names columns."""
-        rows = self._select("predicted", problem, platform, equal)
-        return [row for values in rows if (row := self._decoded(_prediction_row, values))]
+        """Predictions, in the same way."""
+        where = equal | (asdict(problem) if problem else {})
+        return self._rows(PredictionRow, "prediction", platform, where)
 
-    def _select(self, view: str, problem, platform, equal) -> list[dict[str, Any]]:
-        ...
+    def _rows(
+        self, kind: type[_AnyRow], table: str, platform: str | None, where: dict[str, Any]
+    ) -> list[_AnyRow]:
+        query = f"""SELECT * FROM {table}_row
+            WHERE id IN (SELECT id FROM {table} WHERE {_equal(where)})
+            AND coalesce("run.platform.name" = ?, 1) ORDER BY id"""
+        rows = []
+        with _one_line(self.name):
+            for values in self._db.query(query, [*where.values(), platform]):
+                try:
+                    rows.append(seed.decode(kind, seed.document(values)))
+                except seed.DAMAGE as error:
+                    seed.warn_once(
+                        f"{self.name}: row {values['id']} of {table} is damaged: {error}"
+                    )
+        return rows
+
+    def platforms(self) -> list[str]:
+        """Names of the platforms on which something is measured."""
+        query = 'SELECT DISTINCT "run.platform.name" FROM measurement_row ORDER BY 1'
+        with _one_line(self.name):
+            return [name for (name,) in self._db.execute(query)]
+
+    def _config_key(self, config: AnyConfig) -> str:
+        row = {"canonical": config.canonical(), "method": config.method}
+        row["key"] = digest(row["canonical"])
+        self._intern("config", row)
+        return row["key"]
+
+    def _run_id(
+        self, platform: Platform, utc: str, command: str, compiler: str, versions: dict[str, str]
+    ) -> int:
+        row = {"platform_id": self._intern("platform", asdict(platform)), "utc": utc}
+        row |= {"command": command, "compiler": compiler}
+        return self._intern("run", row | {"versions": seed.canonical_json(versions)})
+
+    def _intern(self, table: str, row: dict[str, Any]) -> int:
+        """The id of the row with these columns, its natural key; inserted when it is new."""
+        return self._id(table, row) or self._insert(table, row)
+
+    def _id(self, table: str, row: dict[str, Any]) -> int | None:
+        query = f"SELECT rowid FROM {table} WHERE {_equal(row)}"
+        return next((found for (found,) in self._db.execute(query, list(row.values()))), None)
+
+    def _insert(self, table: str, row: dict[str, Any]) -> int:
+        names, marks = ", ".join(row), ", ".join("?" * len(row))
+        statement = f"INSERT INTO {table} ({names}) VALUES ({marks})"
+        return self._db.execute(statement, list(row.values())).lastrowid or 0
+
+
+def _equal(columns: dict[str, Any]) -> str:
+    return " AND ".join(f"{name} = ?" for name in columns) or "1"
+
+
+def _connect(uri: str) -> sqlite3.Connection:
+    return sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+
+
+def _connect_read_only(path: Path) -> sqlite3.Connection:
+    uri = f"{path.as_uri()}?mode=ro"
+    connection = _connect(uri)
+    try:
+        connection.execute("SELECT 1 FROM sqlite_master")
+    except sqlite3.OperationalError:
+        # WAL writes beside the file, here it may not; with no log left the file alone is whole.
+        connection.close()
+        if (log := Path(f"{path}-wal")).exists() and log.stat().st_size:
+            raise
+        return _connect(f"{uri}&immutable=1")
+    return connection
+
+
+@contextmanager
+def _one_line(name: str) -> Iterator[None]:
+    """Turns what SQLite and the file system raise into one line for a person."""
+    try:
+        yield
+    except (sqlite3.Error, OSError) as error:
+        raise StoreError(f"{name}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="microseconds")

@@ -66,18 +66,20 @@ class Telemetry:
         """One reading a GPU."""
         return [_read(handle) for handle in self._handles]
 
-    def state(self, before: list[Reading], after: list[Reading]) -> dict[str, Any]:
+    def state(
+        self, before: list[Reading], after: list[Reading], **more: object
+    ) -> dict[str, object]:
         """For the record: readings before and after, and `marks` that forbid serving the row."""
         marks = sorted({mark for reading in before + after for mark in _marks(reading)})
-        return {"before": list(map(_plain, before)), "after": list(map(_plain, after))} | (
-            {"marks": marks} if marks else {}
-        )
+        state: dict[str, object] = {"before": list(map(_plain, before))}
+        state |= {"after": list(map(_plain, after))} | more
+        return state | {"marks": marks} if marks else state
 
     def platform(self, *, sm_count: int, l2_bytes: int) -> Platform:
         """The identity of this machine, which has as many GPUs as are held."""
         handle = self._handles[0]
         gpu = pynvml.nvmlDeviceGetName(handle)
-        link = _link(handle) if len(self._handles) > 1 else _link(handle)
+        link = _link(handle)
         cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
         return Platform(
             name=re.sub(r"[^a-z0-9]+", "-", f"{gpu} {link}".lower()),

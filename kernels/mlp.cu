@@ -61,6 +61,7 @@ struct Params {
   uint32_t* calls;                          // [0]: finished calls, [kLine]: CTAs that have left
   PollError* error;
   int4 const* tiles;                        // {layer, row, row in the local weight, column}
+  long long* stamps;                        // null, or kStamps times a tile
   long long timeout_ns;
   int tile_count, m, up_k_blocks, down_k_blocks;
   int x_box_bytes, y1_box_bytes;            // bytes of one A box: rows that exist, not tile rows
@@ -81,15 +82,22 @@ __device__ void add_release(uint32_t* flag, uint32_t value) {
 
 __device__ void fence_async_proxy() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-__device__ void acquire_map(TensorMap const* map) {
-  asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
-  prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(map));
+__device__ void prefetch_map(TensorMap const& map) {
+  prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&map));
 }
 
 __device__ long long now_ns() {
   long long t;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
   return t;
+}
+
+// Times of a tile, in ns of %globaltimer, for a measured timeline.
+enum Stamp { kMathWaits, kMathStarts, kMathEnds, kSlabsWritten, kStoreStarts, kStored, kLoadStarts,
+             kPanelReady, kStamps };
+
+__device__ void stamp(Params const& p, int tile, Stamp which) {
+  if (p.stamps) p.stamps[tile * kStamps + which] = now_ns();
 }
 
 // Waits until the flag has reached `target` (modulo 2^32). After `timeout_ns`, or when another poll
@@ -192,7 +200,7 @@ struct Loader {
     return true;
   }
 
-  __device__ void down(int4 tile) {
+  __device__ void down(int4 tile, int i) {
     int const begin = tile.y / kUpM;
     int const end = (min(tile.y + kDownM, p.m) - 1) / kUpM + 1;
     int const bytes = p.y1_box_bytes + kDownN * kRowBytes;
@@ -207,6 +215,7 @@ struct Loader {
       for (int panel = begin; panel < end; ++panel)
         poll(panel_flag(panel), panel_target(), p, kPanelPoll, panel);
     }
+    stamp(p, i, kPanelReady);
     fence_async_proxy();                    // the acquire above orders the TMA loads below
     for (int kb = 0; kb < p.down_k_blocks; ++kb, at.advance()) {
       if (kb >= early) {
@@ -218,11 +227,12 @@ struct Loader {
   }
 
   __device__ void run() {
-    if (p.y1_outs > 0) { acquire_map(&p.x); acquire_map(&p.w_up); }
-    if (p.y2_outs > 0) { acquire_map(&p.w_down); acquire_map(&p.y1); }
+    if (p.y1_outs > 0) { prefetch_map(p.x); prefetch_map(p.w_up); }
+    if (p.y2_outs > 0) { prefetch_map(p.w_down); prefetch_map(p.y1); }
     for (int i = blockIdx.x; i < p.tile_count; i += gridDim.x) {
       int4 const tile = p.tiles[i];
-      if (tile.x == 0) up(tile); else down(tile);
+      stamp(p, i, kLoadStarts);
+      if (tile.x == 0) up(tile); else down(tile, i);
     }
   }
 };
@@ -274,10 +284,12 @@ struct Storer {
   }
 
   __device__ void run() {
-    for (int d = 0; d < p.y1_outs; ++d) acquire_map(&p.y1_out[d]);
-    for (int d = 0; d < p.y2_outs; ++d) acquire_map(&p.y2_out[d]);
+    for (int d = 0; d < p.y1_outs; ++d) prefetch_map(p.y1_out[d]);
+    for (int d = 0; d < p.y2_outs; ++d) prefetch_map(p.y2_out[d]);
     for (int i = blockIdx.x; i < p.tile_count; i += gridDim.x) {
       int4 const tile = p.tiles[i];
+      Barrier::wait(&bars.d_full[at.slot], at.phase);
+      stamp(p, i, kStoreStarts);
       if (tile.x == 0) {
         if (!y1_open) open(p.y1_outs, p.y1_gpu, epoch);
         y1_open = true;
@@ -290,6 +302,7 @@ struct Storer {
         y2_open = true;
         store<Down, false>(tile);
       }
+      stamp(p, i, kStored);
     }
     fence_async_proxy();
     for (int d = 0; d < p.arrived_outs; ++d) add_release(p.arrived_out[d], 1);
@@ -341,8 +354,12 @@ __device__ void write_slabs(Acc const& acc, char* slabs, Barriers& bars, Ring<kS
 }
 
 template <class Tile>
-__device__ void math_tile(char* ring, char* slabs, Barriers& bars, Ring<kStages>& at,
-                          Ring<kSlabs>& d_at, int k_blocks, int group) {
+__device__ void math_tile(Params const& p, int tile, char* ring, char* slabs, Barriers& bars,
+                          Ring<kStages>& at, Ring<kSlabs>& d_at, int k_blocks, int group) {
+  bool const stamps = threadIdx.x == 128;
+  if (stamps) stamp(p, tile, kMathWaits);
+  Barrier::wait(&bars.full[at.slot], at.phase);
+  if (stamps) stamp(p, tile, kMathStarts);
   using Atom = typename Wgmma<Tile::kGroupN>::Atom;
   auto mma = make_tiled_mma(Atom{}, Layout<Shape<Int<Tile::kGroupsM>, Int<Tile::kGroupsN>, _1>>{});
   auto layout_a = tile_to_shape(GMMA::Layout_K_SW128_Atom<bf16>{}, Shape<Int<Tile::kM>, Int<kTileK>>{});
@@ -378,15 +395,16 @@ __device__ void math_tile(char* ring, char* slabs, Barriers& bars, Ring<kStages>
   warpgroup_wait<0>();
   warpgroup_fence_operand(acc);
   if (threadIdx.x % 128 == 0) Barrier::arrive(&bars.empty[previous]);
+  if (stamps) stamp(p, tile, kMathEnds);
   write_slabs<Tile>(acc, slabs, bars, d_at, group);
+  if (stamps) stamp(p, tile, kSlabsWritten);
 }
 
 // -------------------------------------------------------------------------------------- kernel
 
 extern "C" __global__ __launch_bounds__(kThreads, 1)
-void mlp(Params const* __restrict__ params) {
+void mlp(__grid_constant__ Params const p) {
   extern __shared__ __align__(1024) char smem[];
-  Params const& p = *params;
   char* ring = smem;
   char* slabs = smem + kStages * kStageBytes;
   Barriers& bars = *reinterpret_cast<Barriers*>(slabs + kSlabs * kSlabBytes);
@@ -419,9 +437,9 @@ void mlp(Params const* __restrict__ params) {
     Ring<kSlabs> d_at;
     for (int i = blockIdx.x; i < p.tile_count; i += gridDim.x) {
       if (p.tiles[i].x == 0)
-        math_tile<Up>(ring, slabs, bars, at, d_at, p.up_k_blocks, group);
+        math_tile<Up>(p, i, ring, slabs, bars, at, d_at, p.up_k_blocks, group);
       else
-        math_tile<Down>(ring, slabs, bars, at, d_at, p.down_k_blocks, group);
+        math_tile<Down>(p, i, ring, slabs, bars, at, d_at, p.down_k_blocks, group);
     }
   }
 

@@ -111,38 +111,69 @@ CREATE TABLE prediction (
 );
 CREATE INDEX prediction_shape ON prediction (m, k, h, n);
 
--- What readers join, one row a measurement or a prediction.
-CREATE VIEW measured AS
+-- What readers need, joined. A column's name is the path of its field in ctatune's Row.
+CREATE VIEW described_run AS
 SELECT
-    measurement.*,
-    run.utc AS run_utc, run.command, run.compiler, run.versions,
-    platform.name AS platform_name, platform.gpu AS platform_gpu, platform.gpus AS platform_gpus,
-    platform.link AS platform_link, platform.sm_count AS platform_sm_count,
-    platform.l2_bytes AS platform_l2_bytes, platform.power_limit_w AS platform_power_limit_w,
-    platform.driver AS platform_driver, platform.cuda AS platform_cuda,
-    config.method, config.canonical,
-    kernel.hash AS kernel_hash, kernel.compiler AS kernel_compiler,
-    kernel.registers AS kernel_registers, kernel.local_bytes AS kernel_local_bytes,
-    kernel.smem_bytes AS kernel_smem_bytes,
-    verification.passed, verification.seed, verification.relative_error,
-    verification.worst_error, verification.nans, verification.bitwise_equal
+    run.id AS "run.id", run.utc AS "run.utc", run.command AS "run.command",
+    run.compiler AS "run.compiler", run.versions AS "run.versions",
+    platform.name AS "run.platform.name", platform.gpu AS "run.platform.gpu",
+    platform.gpus AS "run.platform.gpus", platform.link AS "run.platform.link",
+    platform.sm_count AS "run.platform.sm_count", platform.l2_bytes AS "run.platform.l2_bytes",
+    platform.power_limit_w AS "run.platform.power_limit_w",
+    platform.driver AS "run.platform.driver", platform.cuda AS "run.platform.cuda"
+FROM run
+JOIN platform ON platform.id = run.platform_id;
+
+CREATE VIEW measurement_row AS
+SELECT
+    measurement.id, measurement.trial, measurement.utc, measurement.protocol,
+    described_run.*,
+    measurement.m AS "problem.m", measurement.k AS "problem.k", measurement.h AS "problem.h",
+    measurement.n AS "problem.n", measurement.gpus AS "problem.gpus",
+    measurement.dtype AS "problem.dtype",
+    measurement.activation AS "problem.activation", measurement.output AS "problem.output",
+    config.canonical AS config,
+    measurement.load AS "measurement.regime.load", measurement.cache AS "measurement.regime.cache",
+    measurement.phase AS "measurement.phase",
+    measurement.outcome AS "measurement.outcome",
+    measurement.detail AS "measurement.detail",
+    measurement.latency_us AS "measurement.latency_us",
+    measurement.low_us AS "measurement.low_us",
+    measurement.high_us AS "measurement.high_us",
+    measurement.samples_us AS "measurement.samples_us",
+    measurement.floor_us AS "measurement.floor_us",
+    measurement.single_shot_us AS "measurement.single_shot_us",
+    measurement.gpu_state AS "measurement.gpu_state",
+    kernel.hash AS "measurement.kernel.hash",
+    kernel.compiler AS "measurement.kernel.compiler",
+    kernel.registers AS "measurement.kernel.registers",
+    kernel.local_bytes AS "measurement.kernel.local_bytes",
+    kernel.smem_bytes AS "measurement.kernel.smem_bytes",
+    verification.passed AS "measurement.verification.passed",
+    verification.seed AS "measurement.verification.seed",
+    verification.relative_error AS "measurement.verification.relative_error",
+    verification.worst_error AS "measurement.verification.worst_error",
+    verification.nans AS "measurement.verification.nans",
+    verification.bitwise_equal AS "measurement.verification.bitwise_equal"
 FROM measurement
-JOIN run ON run.id = measurement.run_id
-JOIN platform ON platform.id = run.platform_id
+JOIN described_run ON described_run."run.id" = measurement.run_id
 JOIN config ON config.key = measurement.config_key
 LEFT JOIN kernel ON kernel.id = measurement.kernel_id
 LEFT JOIN verification ON verification.measurement_id = measurement.id;
 
-CREATE VIEW predicted AS
+CREATE VIEW prediction_row AS
 SELECT
-    prediction.*,
-    run.utc AS run_utc, run.command, run.compiler, run.versions,
-    platform.name AS platform_name, platform.gpu AS platform_gpu, platform.gpus AS platform_gpus,
-    platform.link AS platform_link, platform.sm_count AS platform_sm_count,
-    platform.l2_bytes AS platform_l2_bytes, platform.power_limit_w AS platform_power_limit_w,
-    platform.driver AS platform_driver, platform.cuda AS platform_cuda,
-    config.method, config.canonical
+    prediction.id, prediction.utc,
+    described_run.*,
+    prediction.m AS "problem.m", prediction.k AS "problem.k", prediction.h AS "problem.h",
+    prediction.n AS "problem.n", prediction.gpus AS "problem.gpus",
+    prediction.dtype AS "problem.dtype",
+    prediction.activation AS "problem.activation", prediction.output AS "problem.output",
+    config.canonical AS config,
+    prediction.model AS "prediction.model",
+    prediction.latency_us AS "prediction.latency_us",
+    prediction.low_us AS "prediction.low_us",
+    prediction.high_us AS "prediction.high_us"
 FROM prediction
-JOIN run ON run.id = prediction.run_id
-JOIN platform ON platform.id = run.platform_id
+JOIN described_run ON described_run."run.id" = prediction.run_id
 JOIN config ON config.key = prediction.config_key;

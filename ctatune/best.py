@@ -1,0 +1,277 @@
+"""The answer: the fastest config known for a problem, and how. Imports no CUDA, no Optuna."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ctatune import jit
+from ctatune.config import AnyConfig, Config
+from ctatune.errors import CtatuneError, UsageError
+from ctatune.problem import Output, Problem, parse_shape
+from ctatune.records import PROTOCOL, Prediction, Regime
+from ctatune.seed import PredictionRow, Row, load_seed
+from ctatune.space import candidates, default_config, why_invalid
+from ctatune.store import Store, default_path
+
+if TYPE_CHECKING:
+    from ctatune.machine_model import MachineModel
+
+Source = Literal["measured", "simulated", "predicted"]
+
+
+class NoAnswer(CtatuneError):  # noqa: N818
+    """Nothing is known for the problem, and nothing can be computed (exit code 3)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The config to run for a problem. Latencies in microseconds a call.
+
+    `source` says how `latency_us` and `baselines` are known; only `measured` ones were observed,
+    all in the same run. `note` says what a person should know about the answer.
+    """
+
+    shape: str
+    dtype: str
+    activation: str
+    gpus: int
+    output: Output
+    platform: str
+    method: str
+    config: AnyConfig
+    latency_us: float
+    interval_us: tuple[float, float] | None
+    source: Source
+    verified: bool
+    baselines: dict[str, float] = field(default_factory=dict)
+    note: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for `json.dumps`."""
+        return asdict(self) | {"config": json.loads(self.config.canonical())}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """What the user's database holds about a shape, whatever the rest of its identity."""
+
+    rows: tuple[Row, ...] = ()
+    predictions: tuple[PredictionRow, ...] = ()
+    platforms: tuple[str, ...] = ()
+
+
+def best(
+    shape: str,
+    *,
+    gpus: int,
+    dtype: str = "bf16",
+    activation: str = "none",
+    output: str = "replicated",
+    db: Path | None = None,
+    platform: str | None = None,
+) -> Choice:
+    """The fastest config known for a problem: measured, else simulated, else estimated.
+
+    `db` is the user's database (None: `default_path()`; no file: empty), the shipped measurements
+    lie under it. Without `platform` it is the only one that the user measured, or the shipped one.
+
+    Raises: NoAnswer; UsageError for an impossible problem; StoreError for a damaged database.
+    """
+    m, k, h, n = parse_shape(shape)
+    kind = {"gpus": gpus, "dtype": dtype, "activation": activation, "output": output}
+    problem = Problem(m=m, k=k, h=h, n=n, **kind)  # type: ignore[arg-type]  # it checks them
+    user = _read(db or default_path(), problem)
+    shipped = _seed_rows().get(problem.shape, ())
+    wanted = _wanted(problem, platform or _usual_platform(user))
+    for rows, note in ((user.rows, ""), (shipped, "from the shipped measurements")):
+        if choice := _measured(problem, wanted, rows, note):
+            return choice
+    return _computed(problem, wanted, user, (*user.rows, *shipped))
+
+
+def _read(path: Path, problem: Problem) -> _Known:
+    with suppress(PermissionError):  # the store says it better
+        if not path.exists():
+            return _Known()
+    sizes: dict[str, Any] = {name: getattr(problem, name) for name in "mkhn"}
+    with Store.open(path, read_only=True) as store:
+        return _Known(
+            rows=tuple(store.measurements(**sizes)),
+            predictions=tuple(store.predictions(problem)),
+            platforms=tuple(store.platforms()),
+        )
+
+
+@cache
+def _seed_rows() -> dict[str, list[Row]]:
+    """The shipped rows by shape; read once, and only read by all threads."""
+    by_shape: dict[str, list[Row]] = {}
+    with load_seed() as store:
+        for row in store.measurements():
+            by_shape.setdefault(row.problem.shape, []).append(row)
+    return by_shape
+
+
+def _usual_platform(user: _Known) -> str:
+    if len(user.platforms) == 1:
+        return user.platforms[0]
+    from ctatune import machine_model
+
+    return machine_model.load(None).platform.name
+
+
+def _wanted(problem: Problem, platform: str) -> dict[str, Any]:
+    """What must be equal in a row that answers for the problem, by the name of the column."""
+    return {
+        "platform": platform,
+        "gpus": problem.gpus,
+        "dtype": problem.dtype,
+        "activation": problem.activation,
+        "output": problem.output,
+        "regime": f"{Regime().load}/{Regime().cache}",
+        "protocol": PROTOCOL,
+        "kernel_hash": jit.kernel_hash(),
+    }
+
+
+def _differences(row: Row, wanted: dict[str, Any]) -> list[str]:
+    regime = row.measurement.regime
+    have = _wanted(row.problem, row.platform.name)
+    have |= {"regime": f"{regime.load}/{regime.cache}", "protocol": row.protocol}
+    if row.config.method == "cta":
+        have["kernel_hash"] = row.kernel_hash
+    unequal = [name for name in wanted if have[name] != wanted[name]]
+    return [f"{name} differs (row {have[name]}, now {wanted[name]})" for name in unequal]
+
+
+def _may_serve(row: Row) -> bool:
+    """Whether a row of the right identity is an answer: our kernel, verified, timed unmarked."""
+    measured = row.measurement
+    verified = measured.verification is not None and measured.verification.passed
+    timed = measured.latency_us is not None and 0.0 < measured.latency_us < math.inf
+    return row.config.method == "cta" and measured.outcome == "ok" and verified and timed
+
+
+def _latency_us(row: Row) -> float:
+    return row.measurement.latency_us or math.inf
+
+
+def _measured(
+    problem: Problem, wanted: dict[str, Any], rows: Sequence[Row], note: str
+) -> Choice | None:
+    """The fastest of the newest run, with finals where there is one; never a config once wrong."""
+    same = [row for row in rows if not _differences(row, wanted)]
+    wrong = {row.config for row in same if row.measurement.outcome == "wrong"}
+    able = [row for row in same if _may_serve(row) and row.config not in wrong]
+    able = [row for row in able if row.measurement.phase == "final"] or able
+    if not able:
+        return None
+    newest = max(able, key=lambda row: (row.run.utc, row.run_id)).run_id
+    won = min((row for row in able if row.run_id == newest), key=_latency_us)
+    return _choice(
+        problem,
+        wanted,
+        won.config,
+        latency_us=_latency_us(won),
+        interval_us=won.measurement.interval_us,
+        source="measured",
+        verified=True,
+        baselines=_baselines(same, won),
+        note=note,
+    )
+
+
+def _baselines(same: list[Row], won: Row) -> dict[str, float]:
+    """Baselines of the winner's run, of the same phase where there are some."""
+    run = [row for row in same if row.run_id == won.run_id and row.measurement.outcome == "ok"]
+    rivals = [row for row in run if row.config.method != "cta" and row.measurement.latency_us]
+    rivals.sort(key=lambda row: row.measurement.phase == won.measurement.phase)
+    return {row.config.method: _latency_us(row) for row in rivals}
+
+
+def _why_not_measured(wanted: dict[str, Any], rows: Sequence[Row]) -> str:
+    """Names what keeps the row that comes nearest from serving."""
+    ours = [row for row in reversed(rows) if row.config.method == "cta"]
+    if not ours:
+        return "only baselines are measured" if rows else "this shape is not measured"
+    nearest = min(ours, key=lambda row: (len(_differences(row, wanted)), not _may_serve(row)))
+    if differences := _differences(nearest, wanted):
+        return f"measured rows exist but {' and '.join(differences)}"
+    if _may_serve(nearest):
+        return "measured rows exist but their config was wrong in another trial"
+    outcome = nearest.measurement.outcome
+    fault = "not verified or not timed" if outcome == "ok" else f"their outcome is {outcome}"
+    return f"measured rows exist but {fault}"
+
+
+def _computed(
+    problem: Problem, wanted: dict[str, Any], user: _Known, rows: Sequence[Row]
+) -> Choice:
+    """The fastest config by the user's simulations, else by the estimate; never a failed one."""
+    from ctatune import latency, machine_model
+
+    why = _why_not_measured(wanted, rows)
+    same = (row for row in rows if not _differences(row, wanted))
+    failed = {row.config for row in same if row.measurement.outcome not in ("ok", "throttled")}
+    try:
+        machine = machine_model.load(wanted["platform"]).for_gpus(problem.gpus)
+    except UsageError as error:
+        raise NoAnswer(f"{why}; nothing can be computed: {error}") from error
+    names = (wanted["platform"], machine.platform.name)
+    predictions = [row for row in user.predictions if row.run.platform.name in names]
+    simulated = _simulated(problem, machine, predictions, failed)
+    found = simulated or _estimated(problem, machine, frozenset(failed))
+    if found is None:
+        reason = why_invalid(default_config(problem), problem, sm_count=machine.platform.sm_count)
+        raise NoAnswer(f"no config can run {problem.shape}: {reason or 'each one failed'}")
+    config, prediction = found
+    return _choice(
+        problem,
+        wanted | {"platform": machine.platform.name},
+        config,
+        latency_us=prediction.latency_us,
+        interval_us=prediction.interval_us,
+        source="simulated" if simulated else "predicted",
+        verified=False,
+        baselines={"single": latency.single_us(problem, machine).latency_us},
+        note=f"{why}; computed by {prediction.model}, baselines too",
+    )
+
+
+def _simulated(
+    problem: Problem, machine: MachineModel, rows: list[PredictionRow], failed: set[AnyConfig]
+) -> tuple[Config, Prediction] | None:
+    """The fastest config that the newest simulator in the user's database saw."""
+    pairs = [
+        (row.config, row.prediction)
+        for row in rows
+        if isinstance(row.config, Config)
+        and row.prediction.model.startswith("simulator")
+        and row.config not in failed
+        and why_invalid(row.config, problem, sm_count=machine.platform.sm_count) is None
+    ]
+    newest = [pair for pair in pairs if pair[1].model == pairs[-1][1].model]
+    return min(newest, key=lambda pair: pair[1].latency_us, default=None)
+
+
+@lru_cache(maxsize=256)
+def _estimated(
+    problem: Problem, machine: MachineModel, failed: frozenset[AnyConfig]
+) -> tuple[Config, Prediction] | None:
+    from ctatune import latency
+
+    configs = candidates(problem, sm_count=machine.platform.sm_count)
+    pairs = ((c, latency.estimate(problem, c, machine)) for c in configs if c not in failed)
+    return min(pairs, key=lambda pair: pair[1].latency_us, default=None)
+
+
+def _choice(problem: Problem, wanted: dict[str, Any], config: AnyConfig, **rest: Any) -> Choice:
+    asked = {name: wanted[name] for name in ("dtype", "activation", "gpus", "output", "platform")}
+    return Choice(**asked, shape=problem.shape, method=config.method, config=config, **rest)

@@ -1,0 +1,233 @@
+"""The commands: a thin skin over `search`, `best` and `doctor`. Results on stdout, logs on stderr.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, 3 no answer, 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ctatune import __version__
+from ctatune.errors import CtatuneError, UsageError
+from ctatune.problem import ACTIVATIONS, DTYPES, OUTPUTS, Problem, parse_shape
+
+FAILED, WRONG_USAGE, NO_ANSWER, INTERRUPTED = 1, 2, 3, 130
+
+
+class _Commands(click.Group):
+    """Turns every error that ctatune raises on purpose into one line and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        from ctatune.best import NoAnswer
+
+        try:
+            return super().invoke(ctx)
+        except UsageError as error:
+            code = _complain(error, WRONG_USAGE)
+        except NoAnswer as error:
+            code = _complain(error, NO_ANSWER)
+        except CtatuneError as error:
+            code = _complain(error, FAILED)
+        except KeyboardInterrupt:
+            code = _complain(
+                "stopped; what was tried is stored, and the same command goes on", INTERRUPTED
+            )
+        sys.exit(code)
+
+
+def _complain(message: object, code: int) -> int:
+    click.echo(f"ctatune: {message}", err=True)
+    return code
+
+
+def _options(*options: Callable) -> Callable:
+    def apply(function: Callable) -> Callable:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return apply
+
+
+_problem_options = _options(
+    click.option("--gpus", type=int, required=True, help="Number of GPUs to use."),
+    click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True),
+    click.option("--activation", type=click.Choice(ACTIVATIONS), default="none", show_default=True),
+    click.option(
+        "--output",
+        type=click.Choice(OUTPUTS),
+        default="replicated",
+        show_default=True,
+        help="Where Y2 must lie.",
+    ),
+)
+_common_options = _options(
+    click.option("--db", type=click.Path(path_type=Path), help="Database file [$CTATUNE_DB]."),
+    click.option("--platform", help="Name of a platform instead of this machine's."),
+    click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout."),
+)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+@click.option("-v", "--verbose", is_flag=True, help="Say more on stderr.")
+def main(verbose: bool) -> None:
+    """Find and serve the fastest way to run an MLP on several NVIDIA GPUs of one machine."""
+    level = logging.DEBUG if verbose else logging.WARNING
+    logging.basicConfig(level=level, format="ctatune: %(message)s", stream=sys.stderr)
+
+
+@main.command()
+@_common_options
+def doctor(db: Path | None, platform: str | None, as_json: bool) -> None:  # noqa: ARG001
+    """Say what this machine has and lacks; peer access is probed by real writes."""
+    from ctatune.doctor import examine
+
+    findings = examine(str(db) if db else None)
+    if as_json:
+        click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        signs = {True: "ok     ", False: "FAULT  ", None: "absent "}
+        for finding in findings:
+            click.echo(f"{signs[finding.good]} {finding.what:10} {finding.detail}")
+    if any(finding.good is False for finding in findings):
+        sys.exit(FAILED)
+
+
+@main.command()
+@click.option(
+    "--shape", "shapes", multiple=True, required=True, help="MxKxHxN, or MxKxH for N = K."
+)
+@click.option(
+    "--trials",
+    type=click.IntRange(1),
+    default=40,
+    show_default=True,
+    help="Configs a shape, counting those that the database holds.",
+)
+@click.option("--time", "time_text", help="Time a shape at most, such as 90s or 10m.")
+@_problem_options
+@_common_options
+def search(
+    shapes: tuple[str, ...],
+    trials: int,
+    time_text: str | None,
+    db: Path | None,
+    platform: str | None,
+    as_json: bool,
+    **problem_fields: Any,
+) -> None:
+    """Measure configs and keep every latency; without a GPU, simulate and keep predictions."""
+    from ctatune import session
+
+    seconds = _seconds(time_text) if time_text else None
+    problems = [_problem(shape, problem_fields) for shape in shapes]
+    command = "ctatune " + shlex.join(sys.argv[1:])
+    choices = []
+    with ExitStack() as stack:
+        opened = stack.enter_context(session.open_session(problems[0].gpus, db, platform, command))
+        if opened.simulates:
+            click.echo(f"ctatune: {opened.note}", err=True)
+        for problem in problems:
+            with _Progress(problem) as progress:
+                choice = opened.search(problem, progress.show, trials=trials, seconds=seconds)
+            choices.append(choice)
+            if not as_json:
+                _print_choice(choice)
+    if as_json:
+        documents = [choice.to_json() for choice in choices]
+        click.echo(json.dumps(documents[0] if len(documents) == 1 else documents, indent=2))
+
+
+@main.command()
+@click.option("--shape", required=True, help="MxKxHxN, or MxKxH for N = K.")
+@_problem_options
+@_common_options
+def best(
+    shape: str, db: Path | None, platform: str | None, as_json: bool, **problem_fields: Any
+) -> None:
+    """Say which config to run, its latency, and where that number comes from."""
+    from ctatune.best import best as best_of
+
+    choice = best_of(shape, db=db, platform=platform, **problem_fields)
+    if as_json:
+        click.echo(json.dumps(choice.to_json(), indent=2))
+    else:
+        _print_choice(choice)
+
+
+def _problem(shape: str, fields: dict[str, Any]) -> Problem:
+    m, k, h, n = parse_shape(shape)
+    return Problem(m=m, k=k, h=h, n=n, **fields)
+
+
+def _seconds(text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h)", text)
+    if not found:
+        raise UsageError(f"a time is a number with s, m or h, such as 10m; got {text!r}")
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
+
+
+def _print_choice(choice: Any) -> None:
+    click.echo(
+        f"{choice.shape} {choice.dtype} {choice.output} on {choice.gpus} x {choice.platform}"
+    )
+    click.echo(f"  {choice.config}")
+    between = (
+        "" if choice.interval_us is None else " ({:.1f} .. {:.1f})".format(*choice.interval_us)
+    )
+    click.echo(f"  {choice.latency_us:.1f} us{between}, {choice.source}")
+    for method, latency_us in choice.baselines.items():
+        ratio = choice.latency_us / latency_us
+        click.echo(f"  {method}: {latency_us:.1f} us, of which this is {ratio:.3f}")
+    if choice.note:
+        click.echo(f"  note: {choice.note}")
+
+
+class _Progress:
+    """A bar on stderr with the best latency so far; plain lines where stderr is no terminal."""
+
+    def __init__(self, problem: Problem) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        console = Console(stderr=True)
+        self._plain = not console.is_terminal
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        self._bar = Progress(*columns, TextColumn("{task.fields[best]}"), console=console)
+        self._task = self._bar.add_task(problem.shape, total=None, best="")
+        self._bar.disable = self._plain
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def show(self, step: Any) -> None:
+        """Report one trial."""
+        best_us = f"best {step.best_us:.1f} us" if step.best_us is not None else ""
+        self._bar.update(self._task, completed=step.done, total=step.goal, best=best_us)
+        if self._plain or step.latency_us is None:
+            value = f"{step.latency_us:.1f} us" if step.latency_us is not None else step.detail
+            self._bar.console.print(
+                f"{step.done}/{step.goal} {step.config}: {value} ({best_us})",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""What Optuna would try next, fed with everything that is known (ask and tell)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from ctatune.config import Config
+
+ASKS = 50  # in a row that lead to nothing new before Optuna is given up
+Axes = tuple[str, str, str, str]
+_NAMES = ("tile", "up_group", "down_group", "way")
+
+
+def axes(config: Config) -> Axes:
+    """The coordinates of a config in the space that Optuna sees (all of them categories)."""
+    split = ":".join(map(str, config.stage_split))
+    return (
+        f"{config.up.m}x{config.up.n}-{config.stages}-{config.d_slabs}",
+        str(config.up.group_m),
+        str(config.down.group_m),
+        f"{config.mix:g}@{split}",
+    )
+
+
+class Proposals:
+    """Iterates over configs of `ranked` that were not told yet, as Optuna's sampler wants them.
+
+    The objective is the logarithm of the latency; a failed trial is told as failed.
+    """
+
+    def __init__(self, ranked: Sequence[Config], known: dict[str, float | None]) -> None:
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._optuna = optuna
+        self._configs = {axes(config): config for config in ranked}
+        self._told: set[Config] = set()
+        self._space: dict[str, optuna.distributions.BaseDistribution] = {
+            name: optuna.distributions.CategoricalDistribution(sorted(set(values)))
+            for name, values in zip(_NAMES, zip(*self._configs, strict=True), strict=False)
+        }
+        sampler = optuna.samplers.TPESampler(seed=0, n_startup_trials=0)
+        self._study = optuna.create_study(sampler=sampler)
+        for config in ranked:
+            if config.canonical() in known:
+                self.tell(config, known[config.canonical()])
+
+    def tell(self, config: Config, latency_us: float | None) -> None:
+        """Add a finished trial; None: it failed."""
+        self._told.add(config)
+        if axes(config) not in self._configs:
+            return
+        state = self._optuna.trial.TrialState
+        self._study.add_trial(
+            self._optuna.trial.create_trial(
+                params=dict(zip(_NAMES, axes(config), strict=True)),
+                distributions=self._space,
+                value=None if latency_us is None else math.log(latency_us),
+                state=state.FAIL if latency_us is None else state.COMPLETE,
+            )
+        )
+
+    def __iter__(self) -> Iterator[Config]:
+        misses = 0
+        while misses < ASKS and self._space:
+            trial = self._study.ask(self._space)
+            self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
+            config = self._configs.get(tuple(trial.params[name] for name in _NAMES))  # type: ignore[call-overload]
+            if config is None or config in self._told:
+                misses += 1
+                continue
+            misses = 0
+            yield config

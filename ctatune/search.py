@@ -1,0 +1,237 @@
+"""Looks for the fastest config: by measuring on GPUs, or by the simulator where there are none.
+
+Order: the baselines and the default, the best of a first estimate (few of one family), then what
+Optuna asks for; at last the finalists against each other, interleaved.
+Each trial is stored before the next one starts, and what is stored is not tried again.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from ctatune import latency, records, space
+from ctatune.config import AnyConfig, Baseline, Config
+from ctatune.jit import kernel_hash
+from ctatune.machine_model import MachineModel
+from ctatune.problem import Problem
+from ctatune.proposals import Proposals
+from ctatune.records import Measurement
+from ctatune.simulate import SIMULATOR, simulate
+from ctatune.store import Store
+from ctatune.worker import Worker
+
+BASELINES: tuple[AnyConfig, ...] = (Baseline(method="single"),)
+FIRST_BY_ESTIMATE = 16
+FIRST_OF_FAMILY = 2
+FINALISTS = 4
+FINAL_MARGIN = 1.05  # screened within this factor of the best one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What a search tells its caller after each trial. `latency_us` is None for a failed one."""
+
+    done: int
+    goal: int
+    config: AnyConfig
+    latency_us: float | None
+    detail: str
+    best_us: float | None
+
+
+Report = Callable[[Step], None]
+
+
+class Judge(Protocol):
+    """Where latencies come from: hardware or simulator. Stores what it finds."""
+
+    def known(self) -> dict[str, float | None]:
+        """Latency by canonical config of what the store holds already; None: it failed."""
+        ...
+
+    def trial(self, config: AnyConfig) -> tuple[float | None, str]:
+        """Latency of one config, or None and the reason."""
+        ...
+
+    def finals(self, configs: Sequence[AnyConfig]) -> None:
+        """Compare the finalists with each other."""
+        ...
+
+
+class Hardware:
+    """Measures in a worker. Every row is verified before it is timed."""
+
+    def __init__(
+        self, problem: Problem, store: Store, run_id: int, worker: Worker, machine: MachineModel
+    ) -> None:
+        self._problem, self._store, self._run_id = problem, store, run_id
+        self._worker = worker
+        self._machine = machine
+        self._seeds = random.SystemRandom()
+
+    def known(self) -> dict[str, float | None]:
+        rows = self._store.measurements(
+            self._problem, self._worker.platform.name, protocol=records.PROTOCOL, phase="screen"
+        )
+        return {
+            row.config.canonical(): row.measurement.latency_us
+            if row.measurement.outcome == "ok"
+            else None
+            for row in rows
+            if row.run.platform == self._worker.platform
+            and row.kernel_hash in (kernel_hash(), None)
+        }
+
+    def trial(self, config: AnyConfig) -> tuple[float | None, str]:
+        measured = self._worker.trial(self._problem, config, self._seeds.randrange(1 << 30))
+        measured = self._keep(config, measured)
+        return (measured.latency_us if measured.outcome == "ok" else None), measured.detail
+
+    def finals(self, configs: Sequence[AnyConfig]) -> None:
+        rows = self._worker.finals(self._problem, configs, self._seeds.randrange(1 << 30))
+        for config, measured in zip(configs, rows, strict=True):
+            self._keep(config, measured)
+
+    def _keep(self, config: AnyConfig, measured: Measurement) -> Measurement:
+        gpus = self._problem.gpus if isinstance(config, Config) else 1
+        bound_us = latency.roofline_us(self._problem, self._machine, gpus)
+        if measured.outcome == "ok" and (measured.latency_us or 0.0) < bound_us:
+            detail = f"timing fault: {measured.latency_us} us, the roofline is {bound_us:.1f} us"
+            measured = replace(measured, outcome="wrong", detail=detail)
+        self._store.add_measurement(self._run_id, self._problem, config, measured)
+        return measured
+
+
+class Simulated:
+    """Predicts with the discrete-event simulator; stores predictions, never measurements."""
+
+    def __init__(self, problem: Problem, store: Store, run_id: int, machine: MachineModel) -> None:
+        self._problem, self._store, self._run_id = problem, store, run_id
+        self._machine = machine
+
+    def known(self) -> dict[str, float | None]:
+        rows = self._store.predictions(self._problem, self._machine.platform.name)
+        return {
+            row.config.canonical(): row.prediction.latency_us
+            for row in rows
+            if row.prediction.model == SIMULATOR
+        }
+
+    def trial(self, config: AnyConfig) -> tuple[float | None, str]:
+        if not isinstance(config, Config):
+            predicted = latency.single_us(self._problem, self._machine)
+        else:
+            predicted = simulate(self._problem, config, self._machine)
+        self._store.add_prediction(self._run_id, self._problem, config, predicted)
+        return predicted.latency_us, ""
+
+    def finals(self, configs: Sequence[AnyConfig]) -> None:
+        """A simulator has no noise: its screening is final."""
+
+
+def search(
+    problem: Problem,
+    judge: Judge,
+    machine: MachineModel,
+    report: Report,
+    *,
+    trials: int,
+    seconds: float | None = None,
+) -> int:
+    """Try configs until `trials` are stored for this problem (earlier runs count) or time is up.
+
+    Returns the number of trials made now. `KeyboardInterrupt` may end it at any moment; what was
+    reported is stored.
+    """
+    end = time.monotonic() + seconds if seconds else None
+    ranked = rank(problem, machine)
+    known = judge.known()
+    made = 0
+    for config in BASELINES:
+        if config.canonical() not in known:
+            known[config.canonical()] = judge.trial(config)[0]
+    proposals = Proposals(ranked, known)
+    for config in _order(problem, ranked, proposals):
+        tried = sum(key not in _BASELINE_KEYS for key in known)
+        if tried >= trials or (end and time.monotonic() > end):
+            break
+        if config.canonical() in known:
+            continue
+        value, detail = judge.trial(config)
+        known[config.canonical()] = value
+        proposals.tell(config, value)
+        made += 1
+        report(_step(config, value, detail, known, done=tried + 1, goal=trials))
+    finalists = _finalists(problem, ranked, known)
+    if made and finalists:
+        judge.finals(finalists)
+    return made
+
+
+_BASELINE_KEYS = {config.canonical() for config in BASELINES}
+
+
+def rank(problem: Problem, machine: MachineModel) -> list[Config]:
+    """All valid configs, the fastest by the first estimate first."""
+    found = space.candidates(problem, sm_count=machine.platform.sm_count)
+    return sorted(found, key=lambda c: latency.estimate(problem, c, machine).latency_us)
+
+
+def _order(problem: Problem, ranked: list[Config], proposals: Proposals) -> Iterator[Config]:
+    yield space.default_config(problem)
+    yield from _diverse(ranked)
+    yield from proposals
+    yield from ranked  # where Optuna finds nothing new
+
+
+def _diverse(ranked: list[Config]) -> list[Config]:
+    """The best by estimate, but few of one family: the estimate hardly sees the order of tiles."""
+
+    def family(config: Config) -> tuple[object, ...]:
+        return config.up.m, config.up.n, config.stages, config.mix
+
+    taken: Counter[tuple[object, ...]] = Counter()
+    chosen = []
+    for config in ranked:
+        taken[family(config)] += 1
+        if taken[family(config)] <= FIRST_OF_FAMILY:
+            chosen.append(config)
+    return chosen[:FIRST_BY_ESTIMATE]
+
+
+def _finalists(
+    problem: Problem, ranked: list[Config], known: dict[str, float | None]
+) -> list[AnyConfig]:
+    """The best screened configs, the default and the baselines: what always races."""
+    measured = [(us, c) for c in ranked if (us := known.get(c.canonical())) is not None]
+    measured.sort(key=lambda pair: pair[0])
+    if not measured:
+        return []
+    limit_us = measured[0][0] * FINAL_MARGIN
+    chosen: list[AnyConfig] = [c for us, c in measured[:FINALISTS] if us <= limit_us]
+    default = space.default_config(problem)
+    if default not in chosen and known.get(default.canonical()) is not None:
+        chosen.append(default)
+    chosen += [c for c in BASELINES if known.get(c.canonical()) is not None]
+    return chosen
+
+
+def _step(
+    config: Config,
+    value: float | None,
+    detail: str,
+    known: dict[str, float | None],
+    *,
+    done: int,
+    goal: int,
+) -> Step:
+    good = [us for key, us in known.items() if us is not None and key not in _BASELINE_KEYS]
+    best_us = min(good, default=None)
+    return Step(
+        done=done, goal=goal, config=config, latency_us=value, detail=detail, best_us=best_us
+    )

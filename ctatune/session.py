@@ -1,0 +1,108 @@
+"""Wires a search together: the store, the machine or its model, and the answer at the end."""
+
+from __future__ import annotations
+
+import platform as python_platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from ctatune import jit, machine_model, search
+from ctatune.best import Choice, best
+from ctatune.errors import DeviceError, UsageError
+from ctatune.machine_model import MachineModel
+from ctatune.problem import Problem
+from ctatune.store import Store, default_path
+from ctatune.telemetry import gpu_count
+from ctatune.worker import Worker
+
+_RECORDED = ("ctatune", "cuda-bindings", "cuda-core", "nvidia-cublas", "nvmath-python", "optuna")
+
+
+class Session:
+    """One `search` command: a store, a run in it, and a worker or None for the simulator."""
+
+    def __init__(
+        self, store: Store, path: Path, machine: MachineModel, worker: Worker | None, command: str
+    ) -> None:
+        self._store, self._path, self._machine, self._worker = store, path, machine, worker
+        self._platform = worker.platform if worker else machine.platform
+        self._run_id = store.begin_run(
+            self._platform,
+            command=command,
+            compiler=jit.compiler_versions(),
+            versions=_versions(),
+        )
+
+    @property
+    def simulates(self) -> bool:
+        return self._worker is None
+
+    @property
+    def note(self) -> str:
+        """The one line that says that nothing is measured."""
+        return f"no GPU is used: simulating {self._platform.name}; what is stored is a prediction"
+
+    def search(
+        self, problem: Problem, report: search.Report, *, trials: int, seconds: float | None
+    ) -> Choice:
+        """Search one problem and look the answer up as anybody would."""
+        machine, store, run_id = self._machine, self._store, self._run_id
+        judge = (
+            search.Hardware(problem, store, run_id, self._worker, machine)
+            if self._worker
+            else search.Simulated(problem, store, run_id, machine)
+        )
+        search.search(problem, judge, machine, report, trials=trials, seconds=seconds)
+        return best(
+            problem.shape,
+            gpus=problem.gpus,
+            dtype=problem.dtype,
+            activation=problem.activation,
+            output=problem.output,
+            db=self._path,
+            platform=self._platform.name,
+        )
+
+
+@contextmanager
+def open_session(
+    gpus: int, db: Path | None, platform: str | None, command: str
+) -> Iterator[Session]:
+    """A session on this machine's GPUs, or on the simulator where there is none.
+
+    Raises: DeviceError when there are some GPUs but fewer than asked for; UsageError for an
+    unknown platform; StoreError when the database cannot be written.
+    """
+    path = db or default_path()
+    present = gpu_count()
+    simulates = present == 0 or platform is not None
+    if not simulates and present < gpus:
+        raise DeviceError(f"{gpus} GPUs are asked for, this machine has {present}")
+    with Store.open(path) as store:
+        if simulates:
+            machine = machine_model.load(platform).for_gpus(gpus)
+            yield Session(store, path, machine, None, command)
+            return
+        with Worker(gpus) as worker:
+            yield Session(store, path, _model_of(worker), worker, command)
+
+
+def _model_of(worker: Worker) -> MachineModel:
+    """The model of this machine; an unknown one borrows the rates of the shipped one."""
+    try:
+        return machine_model.load(worker.platform.name)
+    except UsageError:
+        return replace(machine_model.load(), platform=worker.platform)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": python_platform.python_version()}
+    for wheel in _RECORDED:
+        try:
+            found[wheel] = version(wheel)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,279 @@
+"""What may be an answer, what never may, and that each miss is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_seed import BUILD, CONFIG, GOOD, PROBLEM, PROOF, begin
+
+import ctatune.best
+from ctatune import jit, latency, machine_model, space
+from ctatune.best import Choice, NoAnswer
+from ctatune.config import AnyConfig, Baseline
+from ctatune.errors import StoreError, UsageError
+from ctatune.records import Measurement, Prediction, Regime
+from ctatune.seed import export_lines
+from ctatune.store import Store
+
+MACHINE = machine_model.load(None)
+HERE = MACHINE.platform
+OTHER = replace(CONFIG, mix=0.5)
+BURST = Regime(load="burst")
+
+
+def measured(latency_us: float = 100.0, **changes: Any) -> Measurement:
+    build = replace(BUILD, hash=jit.kernel_hash())
+    return replace(GOOD, kernel=build, latency_us=latency_us, **changes)
+
+
+def final(latency_us: float, **changes: Any) -> Measurement:
+    return measured(latency_us, phase="final", **changes)
+
+
+def single(latency_us: float, **changes: Any) -> Measurement:
+    return replace(measured(latency_us, **changes), kernel=None)
+
+
+@pytest.fixture(autouse=True)
+def no_shipped_rows(monkeypatch):
+    monkeypatch.setattr(ctatune.best, "_seed_rows", dict)
+
+
+@pytest.fixture(autouse=True)
+def db(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("CTATUNE_DB", str(tmp_path / "a.db"))
+    return tmp_path / "a.db"
+
+
+def run(db: Path, *trials: tuple[AnyConfig, Measurement], problem=PROBLEM, platform=HERE) -> None:
+    with Store.open(db) as store:
+        run_id = begin(store, platform)
+        for config, measurement in trials:
+            store.add_measurement(run_id, problem, config, measurement)
+
+
+def best(shape: str = PROBLEM.shape, gpus: int = 2, **asked: Any) -> Choice:
+    return ctatune.best.best(shape, gpus=gpus, **asked)
+
+
+def simulate(
+    db: Path, latency_us: float, config: AnyConfig = OTHER, model: str = "simulator-1"
+) -> None:
+    interval_us = (latency_us / 2, latency_us * 2)
+    prediction = Prediction(latency_us=latency_us, interval_us=interval_us, model=model)
+    with Store.open(db) as store:
+        store.add_prediction(begin(store, HERE), PROBLEM, config, prediction)
+
+
+def test_the_fastest_measured_config_is_the_answer(db):
+    run(db, (CONFIG, measured(120.0)), (OTHER, measured(110.0)), (Baseline(), single(150.0)))
+    choice = best()
+    assert (choice.config, choice.latency_us, choice.interval_us) == (OTHER, 110.0, (99.0, 101.0))
+    assert (choice.source, choice.verified, choice.method) == ("measured", True, "cta")
+    assert (choice.baselines, choice.platform) == ({"single": 150.0}, HERE.name)
+    written = json.loads(json.dumps(choice.to_json()))
+    assert written["config"] == json.loads(OTHER.canonical())
+    assert written.keys() >= {
+        *("shape", "dtype", "activation", "gpus", "output", "platform", "method", "config"),
+        *("latency_us", "interval_us", "source", "verified", "baselines"),
+    }
+
+
+def test_a_baseline_is_listed_and_never_the_answer(db):
+    run(db, (Baseline(), single(1.0)))
+    assert (best().method, best().source) == ("cta", "predicted")
+    assert "only baselines are measured" in best().note
+    run(db, (CONFIG, measured(120.0)), (Baseline(), single(1.0, outcome="throttled")))
+    assert (best().latency_us, best().baselines) == (120.0, {})
+
+
+def test_the_newest_run_wins_and_one_with_finals_before_it(db):
+    run(db, (CONFIG, measured(50.0)))
+    run(db, (CONFIG, measured(80.0)), (OTHER, measured(70.0)))
+    assert best().latency_us == 70.0
+    run(db, (CONFIG, measured(50.0)), (CONFIG, final(90.0)), (OTHER, final(95.0)))
+    run(db, (CONFIG, measured(60.0)), (OTHER, final(100.0)), (Baseline(), single(140.0)))
+    run(db, (CONFIG, measured(40.0)), (Baseline(), single(130.0)))
+    assert (best().config, best().latency_us) == (OTHER, 100.0)
+    assert best().baselines == {"single": 140.0}
+    raced = single(139.0, phase="final")
+    run(db, (Baseline(), raced), (CONFIG, final(100.0)), (Baseline(), single(1.0)))
+    assert best().baselines == {"single": 139.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"verification": None}, "not verified or not timed"),
+        ({"verification": replace(PROOF, passed=False)}, "not verified or not timed"),
+        ({"outcome": "throttled"}, "their outcome is throttled"),
+        ({"outcome": "wrong"}, "their outcome is wrong"),
+        ({"outcome": "timeout"}, "their outcome is timeout"),
+        ({"latency_us": None}, "not verified or not timed"),
+        ({"latency_us": -1.0}, "not verified or not timed"),
+    ],
+)
+@pytest.mark.parametrize("phase", ["screen", "final"])
+def test_what_is_not_verified_or_marked_never_serves(db, changes, why, phase):
+    bad = replace(measured(1.0, phase=phase), **changes)
+    run(db, (CONFIG, bad))
+    choice = best()
+    assert (choice.source, choice.verified) == ("predicted", False)
+    assert f"measured rows exist but {why}" in choice.note
+    run(db, (OTHER, measured(100.0)), (CONFIG, bad))
+    assert (best().source, best().config, best().latency_us) == ("measured", OTHER, 100.0)
+
+
+def test_a_config_that_was_ever_wrong_does_not_serve(db):
+    run(db, (CONFIG, measured(10.0)), (OTHER, measured(20.0)))
+    run(db, (CONFIG, Measurement(outcome="wrong", kernel=measured().kernel)))
+    assert best().config == OTHER
+    run(db, (OTHER, measured(outcome="wrong")))
+    assert best().source == "predicted"
+    assert "their config was wrong in another trial" in best().note
+
+
+OLD = replace(GOOD, kernel=replace(BUILD, hash="0ld"))
+MISSES = [
+    (OLD, {}, {}, f"kernel_hash differs (row 0ld, now {jit.kernel_hash()})"),
+    (replace(GOOD, kernel=None), {}, {}, "kernel_hash differs (row None, now "),
+    (measured(), {}, {"name": "far"}, f"platform differs (row far, now {HERE.name})"),
+    (measured(), {"output": "last"}, {}, "output differs (row last, now replicated)"),
+    (measured(), {"gpus": 4}, {}, "gpus differs (row 4, now 2)"),
+    (measured(regime=BURST), {}, {}, "regime differs (row burst/cold, now sustained/cold)"),
+    (OLD, {"gpus": 3}, {}, "gpus differs (row 3, now 2) and kernel_hash differs (row 0ld, now "),
+]
+
+
+@pytest.mark.parametrize(("measurement", "problem", "platform", "note"), MISSES)
+def test_a_mismatch_is_a_miss_that_names_the_column(db, measurement, problem, platform, note):
+    place = {"problem": replace(PROBLEM, **problem), "platform": replace(HERE, **platform)}
+    run(db, (CONFIG, measurement), **place)
+    choice = best(platform=HERE.name)
+    assert choice.source == "predicted"
+    assert f"measured rows exist but {note}" in choice.note
+
+
+def test_a_row_of_another_protocol_or_shape_is_a_miss(db, monkeypatch):
+    run(db, (CONFIG, measured()))
+    monkeypatch.setattr(ctatune.best, "PROTOCOL", 2)
+    assert "protocol differs (row 1, now 2)" in best().note
+    assert best("513x1024x2048").note.startswith("this shape is not measured")
+
+
+def test_the_users_rows_win_over_the_shipped_ones(db, monkeypatch):
+    with Store.memory() as store:
+        store.add_measurement(begin(store, HERE), PROBLEM, CONFIG, final(50.0))
+        rows = store.measurements()
+    monkeypatch.setattr(ctatune.best, "_seed_rows", lambda: {PROBLEM.shape: rows})
+    assert (best().latency_us, best().note) == (50.0, "from the shipped measurements")
+    run(db, (CONFIG, measured(80.0)))
+    assert best().latency_us == 80.0
+
+
+def test_shipped_rows_are_read_from_the_seed(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    with Store.memory() as store:
+        store.add_measurement(begin(store, HERE), PROBLEM, CONFIG, final(50.0))
+        lines = list(export_lines(store))
+    (tmp_path / "measurements").mkdir()
+    (tmp_path / "measurements" / "a.jsonl").write_text("\n".join(lines))
+    monkeypatch.setattr(ctatune.seed, "room", lambda _: tmp_path)
+    ctatune.best._seed_rows.cache_clear()
+    assert best(db=tmp_path / "none.db").latency_us == 50.0
+    ctatune.best._seed_rows.cache_clear()
+
+
+def test_the_only_platform_of_the_user_is_meant(db):
+    mine = replace(HERE, name="mine")
+    run(db, (CONFIG, measured(70.0)), platform=mine)
+    assert (best().platform, best().latency_us) == ("mine", 70.0)
+    run(db, (CONFIG, measured(60.0)), platform=replace(HERE, name="other"))
+    assert best().source == "predicted"  # of the shipped platform: two could be meant
+    assert best(platform="other").latency_us == 60.0
+    with pytest.raises(NoAnswer, match=r"platform differs .*now nowhere.*platform must be one of"):
+        best(platform="nowhere")
+
+
+def test_without_measurements_the_estimate_answers(db):
+    choice = best()
+    configs = list(space.candidates(PROBLEM, sm_count=HERE.sm_count))
+    predicted = [latency.estimate(PROBLEM, config, MACHINE) for config in configs]
+    lowest = min(predicted, key=lambda prediction: prediction.latency_us)
+    assert choice.config == configs[predicted.index(lowest)]
+    assert (choice.latency_us, choice.interval_us) == (lowest.latency_us, lowest.interval_us)
+    assert (choice.source, choice.verified) == ("predicted", False)
+    assert choice.baselines == {"single": latency.single_us(PROBLEM, MACHINE).latency_us}
+    assert not db.exists()
+    assert best(gpus=4).platform == f"{HERE.name}-simulated-4"  # more than were measured
+
+
+def test_a_simulation_goes_before_the_estimate_and_is_never_measured(db):
+    simulate(db, 1.0, model="estimate-1")
+    assert best().source == "predicted"
+    assert best().latency_us != 1.0
+    simulate(db, 0.5, Baseline())
+    simulate(db, 0.5, replace(OTHER, stages=99))  # cannot run
+    simulate(db, 30.0)
+    simulate(db, 20.0, CONFIG)
+    choice = best()
+    assert (choice.source, choice.verified) == ("simulated", False)
+    assert (choice.config, choice.latency_us, choice.interval_us) == (CONFIG, 20.0, (10.0, 40.0))
+    assert "computed by simulator-1" in choice.note
+    simulate(db, 25.0, model="simulator-2")
+    assert best().latency_us == 25.0
+    run(db, (OTHER, measured(1e6)))
+    assert (best().source, best().latency_us) == ("measured", 1e6)
+
+
+def test_a_config_that_failed_here_is_not_predicted(db):
+    first = best().config
+    run(db, (first, measured(outcome="launch_error")), (OTHER, measured(outcome="timeout")))
+    simulate(db, 1.0, OTHER)
+    assert best().source == "predicted"
+    assert best().config not in (first, OTHER)
+
+
+def test_what_cannot_run_has_no_answer():
+    problem = replace(PROBLEM, k=1025)
+    reason = space.why_invalid(space.default_config(problem), problem)
+    assert reason
+    with pytest.raises(NoAnswer, match=re.escape(reason)):
+        best(problem.shape)
+
+
+def test_wrong_usage_and_damaged_databases_are_told(db):
+    with pytest.raises(UsageError):
+        best(output="everywhere")
+    db.write_text("not a database" * 100)
+    with pytest.raises(StoreError, match="not a database"):
+        best()
+
+
+def test_threads_get_the_same_answer(db):
+    run(db, (CONFIG, measured(120.0)), (OTHER, measured(110.0)))
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(lambda _: best().latency_us, range(32))) == {110.0}
+
+
+def test_importing_and_asking_needs_neither_cuda_nor_optuna(tmp_path):
+    (tmp_path / "pandas.py").write_text("Timestamp = None")  # as if it were installed
+    code = """if True:
+        import sys
+        import ctatune.best
+        heavy = {"cuda", "optuna", "scipy", "pandas"}
+        assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()
+        ctatune.best.best("512x1024x2048x1024", gpus=2)
+        assert not (heavy - {"pandas"}) & sys.modules.keys()
+    """
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parent.parent}"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)

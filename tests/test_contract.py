@@ -1,0 +1,118 @@
+"""What every runner of schedules must do: the NumPy executor, the kernel on one and two GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ctatune import reference
+from ctatune.config import Config, Tile
+from ctatune.errors import CtatuneError
+from ctatune.problem import Output, Problem
+from ctatune.records import RELATIVE_LIMIT, WORST_LIMIT
+from ctatune.schedule import build
+from ctatune.space import SHAPES, default_split, why_invalid
+from ctatune.telemetry import gpu_count
+
+Proves = Callable[..., bool]
+
+
+def numpy_proves(problem: Problem, config: Config, *, skip_wait: bool = False) -> bool:
+    """Whether the NumPy executor gives the right Y2 where it is promised, and nothing elsewhere."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((problem.m, problem.k), dtype=np.float32)
+    w_up = rng.standard_normal((problem.h, problem.k), dtype=np.float32) * problem.k**-0.5
+    w_down = rng.standard_normal((problem.n, problem.h), dtype=np.float32) * problem.h**-0.5
+    schedule = build(problem, config)
+    outputs = reference.execute(schedule, x, w_up, w_down, skip_wait=skip_wait)
+    expected = reference.expected(x, w_up, w_down)
+    for gpu, output in enumerate(outputs):
+        promised = np.zeros(problem.n, dtype=bool)
+        for sender, receivers in enumerate(schedule.y2_gpus):
+            if gpu in receivers:
+                own = schedule.columns[1][sender]
+                promised[own.start : own.stop] = True
+        if not np.isnan(output[:, ~promised]).all():
+            return False
+        got, want = output[:, promised], expected[:, promised]
+        if not got.size:
+            continue
+        difference = got - want
+        if not np.linalg.norm(difference) <= RELATIVE_LIMIT * np.linalg.norm(want):
+            return False
+        if not np.abs(difference).max() <= WORST_LIMIT * want.std():
+            return False
+    return True
+
+
+@pytest.fixture(params=["numpy", pytest.param("kernel", marks=pytest.mark.gpu)])
+def proves(request: pytest.FixtureRequest) -> Proves:
+    """Runs a config on a problem and says whether the result is right."""
+    if request.param == "numpy":
+        return numpy_proves
+    bench = request.getfixturevalue("bench")
+    return bench.proves
+
+
+def config_of(gpus: int, tile: tuple[int, int, int, int], mix: float = 1.0) -> Config:
+    m, n, stages, slabs = tile
+    return Config(
+        up=Tile(m=m, n=n, group_m=2),
+        down=Tile(m=m, n=n),
+        stages=stages,
+        d_slabs=slabs,
+        mix=mix,
+        stage_split=default_split(gpus),
+    )
+
+
+RAGGED = [(256, 512, 512, 512), (200, 328, 1000, 712), (8, 64, 264, 8), (1, 128, 512, 256)]
+
+
+def gpus_or_skip(gpus: int, proves: Proves) -> None:
+    """The executor runs any number of GPUs; the kernel needs real ones."""
+    if proves is not numpy_proves and gpus > gpu_count():
+        pytest.skip(f"needs {gpus} GPUs, this machine has {gpu_count()}")
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("tile", SHAPES, ids=lambda t: f"{t[0]}x{t[1]}-{t[2]}")
+@pytest.mark.parametrize("sizes", RAGGED, ids=lambda s: "x".join(map(str, s)))
+def test_every_tile_at_ragged_sizes(proves, gpus, tile, sizes):
+    gpus_or_skip(gpus, proves)
+    m, k, h, n = sizes
+    problem = Problem(m=m, k=k, h=h, n=n, gpus=gpus)
+    assert proves(problem, config_of(gpus, tile))
+
+
+@pytest.mark.parametrize("output", ["replicated", "sharded", "last"])
+@pytest.mark.parametrize("mix", [1.0, 0.5, 0.25, 0.0])
+def test_every_output_and_mix_on_two_gpus(proves, output: Output, mix: float):
+    gpus_or_skip(2, proves)
+    problem = Problem(m=640, k=256, h=1536, n=1000, gpus=2, output=output)
+    assert proves(problem, config_of(2, (128, 128, 6, 2), mix))
+
+
+@pytest.mark.parametrize("tiles", [(128, 64), (64, 128), (256, 128), (128, 256)], ids=str)
+def test_layers_with_different_tiles(proves, tiles):
+    gpus_or_skip(2, proves)
+    problem = Problem(m=520, k=192, h=640, n=384, gpus=2)
+    up, down = (Tile(m=m, n=128) for m in tiles)
+    config = replace(config_of(2, (128, 128, 3, 2)), up=up, down=down)
+    assert why_invalid(config, problem) is None
+    assert proves(problem, config)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_runner_that_does_not_wait_is_caught(proves, gpus):
+    """The negative control: verification must see a kernel that skips the wait."""
+    gpus_or_skip(gpus, proves)
+    problem = Problem(m=512, k=1024, h=2048, n=1024, gpus=gpus)
+    try:
+        right = proves(problem, config_of(gpus, (128, 256, 3, 4)), skip_wait=True)
+    except CtatuneError:
+        right = False
+    assert not right

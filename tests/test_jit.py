@@ -1,0 +1,85 @@
+"""Cubins: what is compiled, what their key covers, and a cache that cannot be poisoned."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import replace
+
+import pytest
+
+from ctatune import jit
+from ctatune.problem import Problem
+from ctatune.space import default_config
+
+CONFIG = default_config(Problem(m=4096, k=8192, h=8192, n=8192, gpus=2))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("CTATUNE_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_preamble_reads_as_text():
+    assert jit.preamble(CONFIG) == (
+        "constexpr int kUpM = 128;\n"
+        "constexpr int kUpN = 256;\n"
+        "constexpr int kDownM = 128;\n"
+        "constexpr int kDownN = 256;\n"
+        "constexpr int kStages = 3;\n"
+        "constexpr int kSlabs = 4;\n"
+        "constexpr bool kSkipWait = false;\n"
+    )
+
+
+def test_the_order_of_tiles_needs_no_compile():
+    other = replace(CONFIG, mix=0.5, up=replace(CONFIG.up, group_m=8))
+    assert jit.preamble(other) == jit.preamble(CONFIG)
+
+
+def test_the_kernel_compiles_here(folder):
+    cubin = jit.cubin("mlp", jit.preamble(CONFIG))
+    assert cubin.startswith(b"\x7fELF")
+    assert [path.read_bytes() for path in folder.iterdir()] == [cubin]
+
+
+def test_a_damaged_cubin_is_compiled_again(folder, caplog):
+    good = jit.cubin("support")
+    (path,) = folder.iterdir()
+    path.write_bytes(b"half")
+    assert jit.cubin("support") == good
+    assert "damaged" in caplog.text
+    assert path.read_bytes() == good
+
+
+def test_each_constant_and_each_wheel_has_its_own_cubin(folder, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(jit, "_compile", lambda _, text: compiled.append(text) or b"\x7fELF")
+    jit.cubin("mlp", jit.preamble(CONFIG))
+    jit.cubin("mlp", jit.preamble(CONFIG))
+    jit.cubin("mlp", jit.preamble(CONFIG, skip_wait=True))
+    jit.cubin("mlp", jit.preamble(replace(CONFIG, stages=2)))
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "99")
+    jit.cubin("mlp", jit.preamble(CONFIG))
+    assert len(compiled) == len(list(folder.iterdir())) == 4
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_compile_error_is_one_line():
+    with pytest.raises(jit.CompileError, match="kUpM") as caught:
+        jit.cubin("mlp", "")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_hash_ignores_comments_and_blank_space(monkeypatch):
+    before = jit.kernel_hash()
+    text = jit.source("mlp")
+    for edit, same in [
+        (text.replace("// An", "// One"), True),
+        (text + "\n\n// end\n", True),
+        (text.replace("spin % 64", "spin % 65"), False),
+    ]:
+        monkeypatch.setattr(jit, "source", lambda _, edit=edit: edit)
+        jit.kernel_hash.cache_clear()
+        assert (jit.kernel_hash() == before) is same
+    jit.kernel_hash.cache_clear()

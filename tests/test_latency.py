@@ -1,0 +1,252 @@
+"""The machine model and the first estimate, against the rows measured for the design."""
+
+import math
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ctatune.config import Config, Tile
+from ctatune.errors import UsageError
+from ctatune.latency import estimate, roofline_us, single_us
+from ctatune.machine_model import Work, load, wgmma_rows
+from ctatune.problem import OUTPUTS, Output, Problem
+from ctatune.simulate import simulate
+from ctatune.space import SHAPES, default_split
+
+MACHINE = load()
+# What each row of DESIGN 4 is taken to have run: for few tokens narrow tiles, which `space` lacks.
+TILES = {1: (64, 32), 16: (64, 32), 64: (64, 32), 128: (64, 64), 256: (64, 128), 512: (128, 128)}
+SHARDED = dict(
+    zip(
+        (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
+        (44, 43, 45, 52, 70, 106, 204, 390, 822, 1698),
+        strict=True,
+    )
+)
+REPLICATED = dict(zip(SHARDED, (44, 43, 47, 58, 74, 116, 220, 399, 827, 1735), strict=True))
+SINGLE = dict(zip(SHARDED, (70, 71, 76, 77, 102, 185, 358, 740, 1526, 3299), strict=True))
+
+
+def square(m: int, output: Output = "sharded", *, h: int = 8192, gpus: int = 2) -> Problem:
+    return Problem(m=m, k=8192, h=h, n=8192, gpus=gpus, output=output)
+
+
+def config(m: int, *, mix: float = 1.0, group_m: int = 1, gpus: int = 2) -> Config:
+    rows, columns = TILES.get(m, (128, 256))
+    tile = Tile(m=rows, n=columns, group_m=group_m)
+    split = default_split(gpus)
+    return Config(up=tile, down=tile, stages=3, d_slabs=4, mix=mix, stage_split=split)
+
+
+def tolerance(m: int) -> float:
+    return 0.15 if m >= 1024 else 0.4
+
+
+@pytest.mark.parametrize("predict", [estimate, simulate])
+@pytest.mark.parametrize(
+    ("output", "m", "measured_us"),
+    [("sharded", m, us) for m, us in SHARDED.items()]
+    + [("replicated", m, us) for m, us in REPLICATED.items()],
+)
+def test_mix_1_is_near_the_design(predict, output: Output, m: int, measured_us: float) -> None:
+    predicted = predict(square(m, output), config(m), MACHINE)
+    assert predicted.latency_us == pytest.approx(measured_us, rel=tolerance(m))
+    assert measured_us > roofline_us(square(m), MACHINE, 2)
+
+
+@pytest.mark.parametrize("predict", [estimate, simulate])
+@pytest.mark.parametrize(
+    ("mix", "m", "measured_us"),
+    [(0.0, 1024, 309), (0.0, 2048, 490), (0.0, 4096, 862), (0.0, 8192, 1600), (0.5, 4096, 766)],
+)
+def test_pipelines_are_near_the_design(predict, mix: float, m: int, measured_us: float) -> None:
+    predicted = predict(square(m), config(m, mix=mix), MACHINE)
+    assert predicted.latency_us == pytest.approx(measured_us, rel=0.15)
+
+
+@pytest.mark.parametrize("predict", [estimate, simulate])
+@pytest.mark.parametrize(("m", "measured_us"), [(1, 141), (64, 148), (1024, 729), (4096, 3020)])
+def test_wide_hidden_layer_is_near_the_design(predict, m: int, measured_us: float) -> None:
+    predicted = predict(square(m, h=28672), config(m), MACHINE)
+    assert predicted.latency_us == pytest.approx(measured_us, rel=tolerance(m))
+
+
+@pytest.mark.parametrize(("m", "measured_us"), SINGLE.items())
+def test_single_is_near_the_design(m: int, measured_us: float) -> None:
+    predicted = single_us(square(m), MACHINE)
+    assert predicted.latency_us == pytest.approx(measured_us, rel=0.1)
+    assert predicted == single_us(square(m, gpus=1), MACHINE)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Problem, Config]:
+    gpus = draw(st.integers(1, 8))
+    sizes = st.integers(1, 300).map(lambda n: 8 * n)
+    problem = Problem(
+        m=draw(st.integers(1, 3000)),
+        k=draw(sizes),
+        h=draw(sizes),
+        n=draw(sizes),
+        gpus=gpus,
+        output=draw(st.sampled_from(OUTPUTS)),
+    )
+    m, n, stages, slabs = draw(st.sampled_from(SHAPES))
+    tile = Tile(m=m, n=n, group_m=draw(st.sampled_from([1, 2, 8, 16])))
+    mix = draw(st.sampled_from([0.0, 0.3, 1.0])) if gpus > 1 else 1.0
+    p_up = draw(st.integers(1, gpus - 1)) if mix < 1 else default_split(gpus)[0]
+    split = (p_up, gpus - p_up)
+    return problem, Config(
+        up=tile, down=tile, stages=stages, d_slabs=slabs, mix=mix, stage_split=split
+    )
+
+
+@settings(deadline=None)
+@given(cases())
+def test_estimate_is_above_the_roofline(case: tuple[Problem, Config]) -> None:
+    problem, chosen = case
+    predicted = estimate(problem, chosen, MACHINE)
+    assert math.isfinite(predicted.latency_us)
+    assert predicted.latency_us > roofline_us(problem, MACHINE, problem.gpus)
+    low_us, high_us = predicted.interval_us
+    assert low_us < predicted.latency_us < high_us
+    assert single_us(problem, MACHINE).latency_us > roofline_us(problem, MACHINE, 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_estimate_and_simulator_agree(case: tuple[Problem, Config]) -> None:
+    """They share the tile times; they differ most where a tiny problem waits for the link."""
+    problem, chosen = case
+    simulated = simulate(problem, chosen, MACHINE).latency_us
+    assert estimate(problem, chosen, MACHINE).latency_us == pytest.approx(simulated, rel=0.6)
+
+
+@pytest.mark.parametrize("mix", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_estimate_and_simulator_agree_closely_on_a_large_layer(
+    mix: float, gpus: int, output: Output
+) -> None:
+    problem, chosen = square(2048, output, gpus=gpus), config(2048, mix=mix, gpus=gpus)
+    simulated = simulate(problem, chosen, MACHINE).latency_us
+    assert estimate(problem, chosen, MACHINE).latency_us == pytest.approx(simulated, rel=0.2)
+
+
+def test_roofline_known_values() -> None:
+    """4*4096*8192^2 flops at 2 x 1070 TFLOP/s, or 268 MB at 4.8 TB/s."""
+    assert roofline_us(square(4096), MACHINE, 2) == pytest.approx(513.8, abs=0.1)
+    assert roofline_us(square(1), MACHINE, 1) == pytest.approx(55.92, abs=0.01)
+    assert roofline_us(square(1), MACHINE, 2) == pytest.approx(27.96, abs=0.01)
+
+
+def test_roofline_of_a_warm_cache_excuses_what_fits_into_l2() -> None:
+    assert roofline_us(square(1), MACHINE, 2, cache="warm") < roofline_us(square(1), MACHINE, 2)
+    small = Problem(m=1, k=1024, h=1024, n=1024, gpus=2)
+    compute_us = small.flops / (2 * MACHINE.peak_tflops) * 1e-6
+    assert roofline_us(small, MACHINE, 2, cache="warm") == compute_us
+
+
+def test_pipeline_fill_costs_most_for_few_panels() -> None:
+    loss = {
+        m: estimate(square(m), config(m, mix=0.0), MACHINE).latency_us
+        / estimate(square(m), config(m), MACHINE).latency_us
+        for m in (1024, 8192)
+    }
+    assert loss[1024] > 1.3 > loss[8192] > 1.0
+
+
+@pytest.mark.parametrize("predict", [estimate, simulate])
+def test_a_pipeline_fills_sooner_panel_by_panel(predict) -> None:
+    """With 8 panels in a group the first of them is complete only when all are."""
+    late, early = (
+        predict(square(2048), config(2048, mix=0.0, group_m=g), MACHINE).latency_us for g in (8, 1)
+    )
+    assert late > 1.15 * early
+
+
+def test_replicated_output_costs_more_than_sharded() -> None:
+    for m in SHARDED:
+        sharded, replicated = (
+            estimate(square(m, output), config(m), MACHINE) for output in ("sharded", "replicated")
+        )
+        assert replicated.latency_us > sharded.latency_us
+
+
+def test_small_tiles_are_slower_for_many_tokens() -> None:
+    """They move more operand bytes for the same arithmetic, through L2 and shared memory."""
+    times_us = []
+    for m, n in ((128, 256), (128, 128), (64, 128)):
+        tile = Tile(m=m, n=n, group_m=8)
+        chosen = replace(config(8192), up=tile, down=tile)
+        times_us.append(estimate(square(8192), chosen, MACHINE).latency_us)
+    assert times_us == sorted(times_us)
+    assert times_us[2] > 1.2 * times_us[0] and times_us[1] > 1.04 * times_us[0]
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "rows"), [(128, 256, 640), (256, 128, 768), (128, 128, 384), (64, 128, 256)]
+)
+def test_wgmma_rows(m: int, n: int, rows: int) -> None:
+    """Two groups of 64x256, two of 128x128 (two WGMMAs each), two of 64x128, two of 64x64."""
+    assert wgmma_rows(Tile(m=m, n=n)) == rows
+
+
+def test_groups_help_when_a_wave_is_narrower_than_the_weights() -> None:
+    problem = square(8192, h=28672, gpus=1)
+    alone, grouped = (
+        estimate(problem, config(8192, group_m=g, gpus=1), MACHINE).latency_us for g in (1, 8)
+    )
+    assert grouped < 0.95 * alone
+
+
+def test_estimate_builds_no_schedule() -> None:
+    """A million tokens have a million tiles; the estimate takes well under a millisecond."""
+    start = time.perf_counter()
+    estimate(square(1 << 20, gpus=8), config(1 << 20, gpus=8), MACHINE)
+    assert time.perf_counter() - start < 0.1
+
+
+def test_hbm_traffic_known_values() -> None:
+    """With 4 tile rows and 16 tile columns all in flight, every operand is read once."""
+    tile = Tile(m=128, n=256)
+    work = Work(m=512, inputs=8192, columns=4096, tile=tile, ctas=132)
+    assert MACHINE.hbm_bytes(work) == 2 * 8192 * (512 + 4096)
+    in_groups = Work(m=4096, inputs=8192, columns=8192, tile=replace(tile, group_m=32), ctas=32)
+    assert MACHINE.hbm_bytes(in_groups) == 2 * 8192 * (32 * 4096 + 8192)
+    one_row_waves = Work(m=2048, inputs=8192, columns=132 * 256, tile=tile, ctas=132)
+    assert MACHINE.hbm_bytes(one_row_waves) == 2 * 8192 * (2048 + 16 * 132 * 256)
+
+
+def test_load_knows_the_shipped_platform() -> None:
+    assert load("nvidia-h200-nv18") == MACHINE
+    assert (MACHINE.platform.gpus, MACHINE.platform.sm_count) == (2, 132)
+    with pytest.raises(UsageError, match=r"one of .*nvidia-h200-nv18.*, got 'tpu'"):
+        load("tpu")
+
+
+def test_more_gpus_than_were_measured_are_named_simulated() -> None:
+    assert MACHINE.for_gpus(1) is MACHINE.for_gpus(2) is MACHINE
+    eight = MACHINE.for_gpus(8)
+    assert (eight.platform.gpus, eight.platform.name) == (8, "nvidia-h200-nv18-simulated-8")
+    assert replace(eight, platform=MACHINE.platform) == MACHINE
+
+
+@pytest.mark.parametrize("name", ["link_gbps", "tensor_tflops", "launch_us"])
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_a_machine_model_refuses_nonsense(name: str, value: float) -> None:
+    with pytest.raises(UsageError, match=name):
+        replace(MACHINE, **{name: value})
+
+
+def test_a_machine_model_refuses_rates_above_the_peak() -> None:
+    with pytest.raises(UsageError, match="must not exceed peak_hbm_gbps"):
+        replace(MACHINE, hbm_gbps=5000.0)
+
+
+def test_clock_droops_to_its_floor() -> None:
+    assert MACHINE.clock(0.0) == 1.0
+    assert MACHINE.clock(100.0) > MACHINE.clock(1000.0) > 1 - MACHINE.droop_fraction
+    assert MACHINE.clock(1e9) == pytest.approx(1 - MACHINE.droop_fraction)

@@ -1,0 +1,193 @@
+"""The NumPy executor: right where a schedule is right, loud where it is corrupted."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from ctatune.config import Config, Tile
+from ctatune.problem import OUTPUTS, Output, Problem
+from ctatune.reference import ScheduleError, execute, expected, round_bf16
+from ctatune.schedule import DOWN, UP, Schedule, build
+
+Matrix = NDArray[np.float32]
+Inputs = tuple[Matrix, Matrix, Matrix]
+
+
+def inputs(problem: Problem, seed: int = 0) -> Inputs:
+    """Small integers: every sum is exact in any order, so results must be equal bit by bit."""
+    rng = np.random.default_rng(seed)
+    shapes = ((problem.m, problem.k), (problem.h, problem.k), (problem.n, problem.h))
+    x, up, down = (rng.integers(-3, 4, shape).astype(np.float32) for shape in shapes)
+    return x, up, down
+
+
+def make(
+    mix: float = 0.5, *, gpus: int = 2, output: Output = "replicated", group_m: int = 1
+) -> Schedule:
+    problem = Problem(m=200, k=72, h=328, n=264, gpus=gpus, output=output)
+    up, down = Tile(m=64, n=64, group_m=group_m), Tile(m=128, n=64)
+    split = (max(1, gpus // 2), gpus - max(1, gpus // 2))
+    config = Config(up=up, down=down, stages=3, d_slabs=4, mix=mix, stage_split=split)
+    return build(problem, config)
+
+
+def check(schedule: Schedule, results: list[Matrix], wanted: Matrix) -> None:
+    """What is promised equals the reference; what is not stays poisoned."""
+    problem = schedule.problem
+    for gpu, y2 in enumerate(results):
+        part = schedule.columns[DOWN][gpu]
+        promised = {
+            "replicated": slice(None),
+            "sharded": slice(part.start, part.stop),
+            "last": slice(0, problem.n if gpu == problem.gpus - 1 else 0),
+        }[problem.output]
+        mask = np.ones(problem.n, bool)
+        mask[promised] = False
+        np.testing.assert_array_equal(y2[:, promised], wanted[:, promised])
+        assert np.isnan(y2[:, mask]).all()
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize(("gpus", "mix"), [(1, 1.0), (2, 1.0), (2, 0.5), (2, 0.0), (5, 0.3)])
+def test_ragged_sizes_are_exact(output: Output, gpus: int, mix: float) -> None:
+    schedule = make(mix, gpus=gpus, output=output)
+    data = inputs(schedule.problem)
+    check(schedule, execute(schedule, *data), expected(*data))
+
+
+tiles = st.builds(
+    Tile,
+    m=st.sampled_from([64, 128]),
+    n=st.sampled_from([64, 128, 192]),
+    group_m=st.integers(1, 4),
+)
+sizes = st.integers(1, 40).map(lambda n: 8 * n)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.integers(1, 8), st.integers(1, 6), st.integers(0, 10**6))
+def test_any_schedule_in_any_order(data: st.DataObject, gpus: int, ctas: int, seed: int) -> None:
+    problem = Problem(
+        m=data.draw(st.integers(1, 300)),
+        k=data.draw(sizes),
+        h=data.draw(sizes),
+        n=data.draw(sizes),
+        gpus=gpus,
+        output=data.draw(st.sampled_from(OUTPUTS)),
+    )
+    p_up = data.draw(st.integers(1, max(1, gpus - 1)))
+    config = Config(
+        up=data.draw(tiles),
+        down=data.draw(tiles),
+        stages=3,
+        d_slabs=4,
+        stage_split=(p_up, gpus - p_up),
+        mix=data.draw(st.floats(0, 1)) if gpus > 1 else 1.0,
+    )
+    schedule = build(problem, config)
+    values = inputs(problem, seed)
+    check(schedule, execute(schedule, *values, ctas=ctas, order_seed=seed), expected(*values))
+
+
+def test_expected_rounds_y1_to_bf16() -> None:
+    """257 has nine significant bits: bf16 makes 256 of it."""
+    x, up, down = (np.array([[v]], np.float32) for v in (257, 1, 3))
+    assert expected(x, up, down) == 768
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("mix", [0.0, 1.0])
+def test_without_the_wait_results_are_wrong(mix: float, seed: int) -> None:
+    schedule = make(mix)
+    results = execute(schedule, *inputs(schedule.problem), order_seed=seed, skip_wait=True)
+    assert any(np.isnan(y2).any() for y2 in results)
+
+
+def with_tiles(schedule: Schedule, gpu: int, tiles: NDArray[np.int32]) -> Schedule:
+    lists = list(schedule.tiles)
+    lists[gpu] = tiles
+    return replace(schedule, tiles=tuple(lists))
+
+
+def run(schedule: Schedule) -> list[Matrix]:
+    return execute(schedule, *inputs(schedule.problem))
+
+
+def test_a_tile_twice_is_refused() -> None:
+    good = make()
+    twice = np.concatenate([good.tiles[0], good.tiles[0][-1:]])
+    with pytest.raises(ScheduleError, match=r"down tile at row .* a second time on GPU 0"):
+        run(with_tiles(good, 0, twice))
+
+
+def test_overlapping_tiles_of_two_gpus_are_refused() -> None:
+    good = make()
+    row = good.tiles[1][:1]
+    stolen = np.concatenate([row + np.array([0, 0, 0, -64], np.int32), good.tiles[1][1:]])
+    with pytest.raises(ScheduleError, match=r"up tile at row 0, .* a second time"):
+        run(with_tiles(good, 1, stolen))
+
+
+def test_a_missing_up_tile_blocks_and_says_where() -> None:
+    good = make()
+    with pytest.raises(ScheduleError, match="GPU 0 waits for panel 0, target 6, value 5"):
+        run(with_tiles(good, 0, good.tiles[0][1:]))
+
+
+def test_a_missing_down_tile_is_noticed() -> None:
+    good = make()
+    assert good.tiles[1][-1, 0] == DOWN
+    with pytest.raises(ScheduleError, match="promised outputs were never stored on GPU 0"):
+        run(with_tiles(good, 1, good.tiles[1][:-1]))
+
+
+def test_down_before_up_blocks() -> None:
+    good = make(1.0)
+    backwards = replace(good, tiles=tuple(tiles[::-1] for tiles in good.tiles))
+    with pytest.raises(ScheduleError, match="all 2 unfinished CTAs are blocked"):
+        execute(backwards, *inputs(good.problem), ctas=1)
+
+
+def test_y1_sent_to_too_few_blocks() -> None:
+    good = make(1.0)
+    with pytest.raises(ScheduleError, match="GPU 1 waits for panel 0, target 6, value 0"):
+        run(replace(good, y1_gpus=(0,)))
+
+
+def test_a_wrong_weight_row_gives_a_wrong_result() -> None:
+    good = make()
+    shifted = good.tiles[0].copy()
+    shifted[shifted[:, 0] == UP, 2] = 0
+    results = run(with_tiles(good, 0, shifted))
+    assert not np.array_equal(results[0], expected(*inputs(good.problem)))
+
+
+def test_round_bf16_known_values() -> None:
+    ulp = 2.0**-7
+    given_and_wanted = {
+        1.0: 1.0,
+        1 + ulp / 2: 1.0,  # a tie goes to the even neighbour, below
+        1 + 3 * ulp / 2: 1 + 2 * ulp,  # and above
+        1 + 0.51 * ulp: 1 + ulp,
+        -(1 + 0.51 * ulp): -(1 + ulp),
+        0.0: 0.0,
+        np.inf: np.inf,
+        -np.inf: -np.inf,
+        np.nan: np.nan,
+    }
+    values = np.array(list(given_and_wanted), np.float32)
+    wanted = np.array(list(given_and_wanted.values()), np.float32)
+    np.testing.assert_array_equal(round_bf16(values), wanted)
+
+
+@settings(deadline=None)
+@given(st.floats(2.0**-120, 2.0**120, width=32))
+def test_round_bf16_is_within_half_a_step_and_stable(value: float) -> None:
+    rounded = round_bf16(np.array([value, -value], np.float32))
+    assert abs(rounded[0] - value) <= value * 2.0**-8
+    assert rounded[1] == -rounded[0]
+    np.testing.assert_array_equal(round_bf16(rounded), rounded)

@@ -1,0 +1,197 @@
+"""Schedules: every output tile exactly once, columns that partition, up before down."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ctatune.config import Config, Tile
+from ctatune.problem import OUTPUTS, Problem
+from ctatune.schedule import DOWN, UP, Columns, Schedule, build, shares, split_columns
+
+sizes = st.integers(1, 160).map(lambda n: 8 * n)
+tiles = st.builds(
+    Tile,
+    m=st.sampled_from([64, 128, 256]),
+    n=st.sampled_from([64, 128, 192, 256]),
+    group_m=st.sampled_from([1, 2, 3, 8, 16]),
+)
+relaxed = settings(deadline=None)  # of one example: the machine may be busy
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    gpus = draw(st.integers(1, 8))
+    p_up = draw(st.integers(1, gpus - 1)) if gpus > 1 else 1
+    problem = Problem(
+        m=draw(st.integers(1, 1200)),
+        k=draw(sizes),
+        h=draw(sizes),
+        n=draw(sizes),
+        gpus=gpus,
+        output=draw(st.sampled_from(OUTPUTS)),
+    )
+    config = Config(
+        up=draw(tiles),
+        down=draw(tiles),
+        stages=3,
+        d_slabs=4,
+        mix=draw(st.floats(0, 1)) if gpus > 1 else 1.0,
+        stage_split=(p_up, gpus - p_up),
+    )
+    return build(problem, config)
+
+
+def layer_tiles(schedule: Schedule) -> list[Tile]:
+    return [schedule.config.up, schedule.config.down]
+
+
+@relaxed
+@given(schedules())
+def test_every_output_tile_exactly_once(schedule: Schedule) -> None:
+    seen = Counter((t[0], t[1], t[3]) for tiles in schedule.tiles for t in tiles.tolist())
+    wanted = {
+        (layer, row, col)
+        for layer, tile in enumerate(layer_tiles(schedule))
+        for row in range(0, schedule.problem.m, tile.m)
+        for col in range(0, schedule.problem.layers[layer].outputs, tile.n)
+    }
+    assert set(seen) == wanted
+    assert set(seen.values()) == {1}
+
+
+@relaxed
+@given(schedules())
+def test_columns_partition_each_layer_in_whole_tiles(schedule: Schedule) -> None:
+    for layer, tile in enumerate(layer_tiles(schedule)):
+        parts, outputs = schedule.columns[layer], schedule.problem.layers[layer].outputs
+        assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
+        assert parts[-1].stop == outputs
+        for part in parts:
+            assert part.start % tile.n == 0 or not part.count
+            assert part.stop % tile.n == 0 or part.stop == outputs
+
+
+@relaxed
+@given(schedules())
+def test_tiles_lie_in_their_gpus_columns_and_weights(schedule: Schedule) -> None:
+    for gpu, tiles_of_gpu in enumerate(schedule.tiles):
+        for layer, _, local, col in tiles_of_gpu.tolist():
+            part = schedule.columns[layer][gpu]
+            assert part.start <= col < part.stop
+            assert local == col - part.start
+
+
+@relaxed
+@given(schedules(), st.integers(1, 132))
+def test_up_precedes_down_in_each_cta(schedule: Schedule, ctas: int) -> None:
+    for tiles_of_gpu in schedule.tiles:
+        for cta in range(min(ctas, len(tiles_of_gpu))):
+            layers = tiles_of_gpu[cta::ctas, 0]
+            assert np.all(np.diff(layers) >= 0)
+
+
+@relaxed
+@given(schedules())
+def test_a_down_tile_waits_for_exactly_the_panels_of_its_rows(schedule: Schedule) -> None:
+    up_m, m = schedule.config.up.m, schedule.problem.m
+    for tiles_of_gpu in schedule.tiles:
+        for layer, row, _, _ in tiles_of_gpu.tolist():
+            if layer == DOWN:
+                rows = range(row, min(row + schedule.config.down.m, m))
+                assert set(schedule.panels_of(row)) == {r // up_m for r in rows}
+
+
+@relaxed
+@given(schedules())
+def test_destinations_hold_what_they_read_and_what_is_promised(schedule: Schedule) -> None:
+    problem = schedule.problem
+    workers = {g for g in range(problem.gpus) if np.any(schedule.tiles[g][:, 0] == DOWN)}
+    assert set(schedule.y1_gpus) == workers
+    everyone = set(range(problem.gpus))
+    for gpu in workers:
+        wanted = {"replicated": everyone, "sharded": {gpu}, "last": {problem.gpus - 1}}
+        assert set(schedule.y2_gpus[gpu]) == wanted[problem.output]
+        assert all(gpu in schedule.senders(to) or to == gpu for to in schedule.y2_gpus[gpu])
+    assert all(not schedule.y2_gpus[g] for g in everyone - workers)
+
+
+@relaxed
+@given(schedules())
+def test_arrivals_complete_every_panel(schedule: Schedule) -> None:
+    panels = Counter(
+        t[1] // schedule.config.up.m
+        for tiles in schedule.tiles
+        for t in tiles.tolist()
+        if t[0] == UP
+    )
+    assert panels == dict.fromkeys(range(schedule.panels), schedule.tiles_per_panel)
+
+
+@pytest.mark.parametrize(
+    ("mix", "split", "up", "down"),
+    [
+        (0.0, (1, 1), [1.0, 0.0], [0.0, 1.0]),
+        (1.0, (1, 1), [0.5, 0.5], [0.5, 0.5]),
+        (0.5, (1, 1), [0.75, 0.25], [0.25, 0.75]),
+        (0.0, (2, 1), [0.5, 0.5, 0.0], [0.0, 0.0, 1.0]),
+        (0.4, (3, 1), [0.3, 0.3, 0.3, 0.1], [0.1, 0.1, 0.1, 0.7]),
+    ],
+)
+def test_shares(mix: float, split: tuple[int, int], up: list[float], down: list[float]) -> None:
+    tile = Tile(m=128, n=128)
+    config = Config(up=tile, down=tile, stages=6, d_slabs=2, mix=mix, stage_split=split)
+    assert shares(UP, config, sum(split)) == pytest.approx(up)
+    assert shares(DOWN, config, sum(split)) == pytest.approx(down)
+
+
+def test_split_columns_keeps_a_ragged_end_on_the_last_owner() -> None:
+    parts = split_columns(328, 128, [0.5, 0.5, 0.0])
+    assert parts == (Columns(0, 256), Columns(256, 328), Columns(328, 328))
+
+
+@relaxed
+@given(st.integers(1, 10**6), st.sampled_from([64, 128, 256]), st.integers(1, 8))
+def test_even_split_differs_by_at_most_one_tile(count: int, tile_n: int, gpus: int) -> None:
+    parts = split_columns(count, tile_n, [1 / gpus] * gpus)
+    tiles_of = [-(-part.count // tile_n) for part in parts]
+    assert max(tiles_of) - min(tiles_of) <= 1
+
+
+GOLDEN = """\
+gpu 0 up 0:256 down 0:64
+  up   0+0 64+0 0+64 64+64 0+128 64+128 0+192 64+192 128+0 128+64 128+128 128+192
+  down 0+0 128+0
+gpu 1 up 256:264 down 64:200
+  up   0+256 64+256 128+256
+  down 0+64 0+128 0+192 128+64 128+128 128+192
+Y1 to 0 1, Y2 to 1 1, 3 panels of 5 tiles"""
+
+
+def as_text(schedule: Schedule) -> str:
+    lines = []
+    for gpu, tiles_of_gpu in enumerate(schedule.tiles):
+        up, down = (columns[gpu] for columns in schedule.columns)
+        lines.append(f"gpu {gpu} up {up.start}:{up.stop} down {down.start}:{down.stop}")
+        for layer, name in ((UP, "up  "), (DOWN, "down")):
+            order = " ".join(f"{t[1]}+{t[3]}" for t in tiles_of_gpu.tolist() if t[0] == layer)
+            lines.append(f"  {name} {order}")
+    y1 = " ".join(map(str, schedule.y1_gpus))
+    y2 = " ".join("+".join(map(str, to)) for to in schedule.y2_gpus)
+    panels = f"{schedule.panels} panels of {schedule.tiles_per_panel} tiles"
+    return "\n".join([*lines, f"Y1 to {y1}, Y2 to {y2}, {panels}"])
+
+
+def test_golden_schedule() -> None:
+    """Ragged in every size; row+column of each tile in the order of the list."""
+    problem = Problem(m=136, k=72, h=264, n=200, gpus=2, output="last")
+    config = Config(
+        up=Tile(m=64, n=64, group_m=2),
+        down=Tile(m=128, n=64),
+        stages=4,
+        d_slabs=2,
+        mix=0.5,
+    )
+    assert as_text(build(problem, config)) == GOLDEN

@@ -1,0 +1,123 @@
+"""The search on a fake bench and on the simulator: order, resumption, what it never believes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+import pytest
+from fakes import FakeBench
+
+from ctatune import search as searching
+from ctatune import space
+from ctatune.best import best
+from ctatune.machine_model import load
+from ctatune.problem import Problem
+from ctatune.proposals import Proposals, axes
+from ctatune.search import Hardware, Simulated, rank, search
+from ctatune.store import Store
+from ctatune.worker import Worker
+
+PROBLEM = Problem(m=1024, k=8192, h=8192, n=8192, gpus=2)
+MACHINE = load()
+
+
+def run_of(store: Store) -> int:
+    return store.begin_run(MACHINE.platform, command="test", compiler="none", versions={})
+
+
+def hardware(path, bad: str = "", *, trials: int, report=lambda _: None) -> int:
+    with Store.open(path) as store, Worker(2, partial(FakeBench, bad)) as child:
+        judge = Hardware(PROBLEM, store, run_of(store), child, MACHINE)
+        return search(PROBLEM, judge, MACHINE, report, trials=trials)
+
+
+def test_a_search_measures_races_and_is_looked_up_again(tmp_path):
+    path = tmp_path / "x.db"
+    assert hardware(path, trials=24) == 24
+    with Store.open(path) as store:
+        rows = store.measurements(PROBLEM)
+    screened = [row for row in rows if row.measurement.phase == "screen"]
+    finals = [row for row in rows if row.measurement.phase == "final"]
+    assert len({row.config for row in screened}) == len(screened) == 25  # the baseline too
+    assert {row.config.method for row in finals} == {"cta", "single"}
+    assert space.default_config(PROBLEM) in {row.config for row in finals}
+    choice = best(PROBLEM.shape, gpus=2, db=path)
+    fastest = min(
+        (row for row in finals if row.config.method == "cta"),
+        key=lambda row: row.measurement.latency_us or 0,
+    )
+    assert (choice.source, choice.config) == ("measured", fastest.config)
+    assert choice.baselines.keys() == {"single"}
+
+
+def test_the_same_command_goes_on_and_does_nothing_twice(tmp_path):
+    path = tmp_path / "x.db"
+    assert hardware(path, trials=6) == 6
+    assert hardware(path, trials=10) == 4
+    assert hardware(path, trials=10) == 0
+
+
+def test_an_interrupted_search_keeps_what_it_reported(tmp_path):
+    path, seen = tmp_path / "x.db", []
+
+    def stop_after_three(step) -> None:
+        seen.append(step.config)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hardware(path, trials=10, report=stop_after_three)
+    assert hardware(path, trials=10) == 7
+
+
+@pytest.mark.parametrize("bad", ["wrong", "too fast", "break"])
+def test_what_failed_is_stored_and_never_served(tmp_path, bad):
+    path = tmp_path / "x.db"
+    hardware(path, bad, trials=24)
+    with Store.open(path) as store:
+        outcomes = {row.measurement.outcome for row in store.measurements(PROBLEM)}
+    assert outcomes == {"ok", "launch_error" if bad == "break" else "wrong"}
+    choice = best(PROBLEM.shape, gpus=2, db=path)
+    assert choice.config.up.n != 128  # type: ignore[union-attr]
+
+
+def test_the_simulator_stores_predictions_only(tmp_path):
+    path = tmp_path / "x.db"
+    with Store.open(path) as store:
+        judge = Simulated(PROBLEM, store, run_of(store), MACHINE)
+        assert search(PROBLEM, judge, MACHINE, lambda _: None, trials=8) == 8
+        assert store.measurements() == []
+        assert len(store.predictions(PROBLEM)) == 9
+        assert search(PROBLEM, judge, MACHINE, lambda _: None, trials=8) == 0
+
+
+def test_first_the_default_then_the_estimate_with_few_of_a_family(tmp_path):
+    steps = []
+    hardware(tmp_path / "x.db", trials=15, report=lambda step: steps.append(step.config))
+    ranked = rank(PROBLEM, MACHINE)
+    assert steps[0] == space.default_config(PROBLEM)
+    assert ranked[0] in steps[:2]
+    positions = [ranked.index(config) for config in steps[1:]]
+    assert positions == sorted(positions)
+    families = Counter((c.up.m, c.up.n, c.stages, c.mix) for c in steps[1:])
+    assert max(families.values()) <= searching.FIRST_OF_FAMILY
+
+
+def test_optuna_proposes_each_valid_config_at_most_once():
+    ranked = rank(PROBLEM, MACHINE)
+    proposals = Proposals(ranked, {})
+    seen = set()
+    for config in proposals:
+        assert config not in seen
+        seen.add(config)
+        proposals.tell(config, 100.0 + config.down.group_m)
+        if len(seen) == 30:
+            break
+    assert len(seen) == 30
+    assert seen <= set(ranked)
+
+
+def test_axes_tell_all_candidates_apart():
+    ranked = rank(PROBLEM, MACHINE)
+    assert len({axes(config) for config in ranked}) == len(ranked)
