@@ -2,7 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from ctatune.best import Choice, NoAnswer, best
+from ctatune.choice import Choice, NoAnswer, best
 
 try:
     __version__ = version("ctatune")

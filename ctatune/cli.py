@@ -29,7 +29,7 @@ class _Commands(click.Group):
     """Turns every error that ctatune raises on purpose into one line and an exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        from ctatune.best import NoAnswer
+        from ctatune.choice import NoAnswer
 
         try:
             return super().invoke(ctx)
@@ -158,7 +158,7 @@ def best(
     shape: str, db: Path | None, platform: str | None, as_json: bool, **problem_fields: Any
 ) -> None:
     """Say which config to run, its latency, and where that number comes from."""
-    from ctatune.best import best as best_of
+    from ctatune.choice import best as best_of
 
     choice = best_of(shape, db=db, platform=platform, **problem_fields)
     if as_json:

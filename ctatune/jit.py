@@ -6,7 +6,7 @@ seen and a damaged one is compiled again.
 """
 
 # cuda-python ships no type stubs.
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportMissingImports=false
 
 from __future__ import annotations
 

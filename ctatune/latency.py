@@ -99,11 +99,11 @@ def gpu_work(problem: Problem, config: Config, machine: MachineModel) -> list[tu
     ]
     known: dict[tuple[int, int], Work] = {}
     for stage, layer, tile in _layers(problem, config):
-        for columns in {part.count for part in parts[stage]}:
+        for columns in {part.width for part in parts[stage]}:
             known[stage, columns] = Work(
                 m=problem.m, inputs=layer.inputs, columns=columns, tile=tile, ctas=ctas
             )
-    return [(known[UP, up.count], known[DOWN, down.count]) for up, down in zip(*parts, strict=True)]
+    return [(known[UP, up.width], known[DOWN, down.width]) for up, down in zip(*parts, strict=True)]
 
 
 def _layers(problem: Problem, config: Config) -> Iterator[tuple[int, Layer, Tile]]:

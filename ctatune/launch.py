@@ -201,11 +201,11 @@ class Mlp:
         y1_sizes = (2, problem.m, problem.h)
         columns = self.schedule.columns
         p["x"] = np.void(tensor_map(operands.x[gpu], (problem.m, problem.k), up_rows))
-        if own := columns[UP][gpu].count:
+        if own := columns[UP][gpu].width:
             p["w_up"] = np.void(tensor_map(operands.w_up[gpu], (own, problem.k), config.up.n))
             for i, to in enumerate(self.schedule.y1_gpus):
                 p["y1_out"][i] = np.void(tensor_map(self._y1[to], y1_sizes, up_rows))
-        if own := columns[DOWN][gpu].count:
+        if own := columns[DOWN][gpu].width:
             p["w_down"] = np.void(tensor_map(operands.w_down[gpu], (own, problem.h), config.down.n))
             p["y1"] = np.void(tensor_map(self._y1[gpu], y1_sizes, down_rows))
             for i, to in enumerate(self.schedule.y2_gpus[gpu]):
@@ -214,7 +214,7 @@ class Mlp:
 
     def _fill_flags(self, p: Any, gpu: int) -> None:
         schedule = self.schedule
-        y1_gpus = schedule.y1_gpus if schedule.columns[UP][gpu].count else ()
+        y1_gpus = schedule.y1_gpus if schedule.columns[UP][gpu].width else ()
         y2_gpus = schedule.y2_gpus[gpu]
         y2_peers = [to for to in y2_gpus if to != gpu]
         p["y1_outs"], p["y2_outs"] = len(y1_gpus), len(y2_gpus)

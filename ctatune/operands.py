@@ -46,14 +46,14 @@ class Inputs:
         self._gpus, self._arena, self._problem, self._seed = gpus, arena, problem, seed
 
     def _matrix(self, gpu: int, kind: int, which: int, rows: Columns, inputs: int) -> int:
-        if not rows.count:
+        if not rows.width:
             return 0
-        pointer = self._arena.alloc(gpu, rows.count * inputs * BF16_BYTES)
+        pointer = self._arena.alloc(gpu, rows.width * inputs * BF16_BYTES)
         fill(
             self._gpus,
             gpu,
             pointer,
-            (rows.count, inputs),
+            (rows.width, inputs),
             row0=rows.start,
             seed=(self._seed * MAX_SETS + which) * 3 + kind,
             scale=1.0 if kind == _X else inputs**-0.5,
@@ -81,8 +81,8 @@ def cold_sets(gpus: Gpus, schedule: Schedule) -> int:
     """How many operand sets rotate so that no call finds its weights in L2 (twice L2 between)."""
     problem = schedule.problem
     smallest = min(
-        (schedule.columns[UP][g].count + problem.m) * problem.k
-        + schedule.columns[DOWN][g].count * problem.h
+        (schedule.columns[UP][g].width + problem.m) * problem.k
+        + schedule.columns[DOWN][g].width * problem.h
         for g in range(problem.gpus)
     )
     return min(MAX_SETS, max(2, 2 * gpus.l2_bytes // (smallest * BF16_BYTES) + 2))

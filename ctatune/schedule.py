@@ -25,7 +25,7 @@ class Columns(NamedTuple):
     stop: int
 
     @property
-    def count(self) -> int:
+    def width(self) -> int:
         return self.stop - self.start
 
 
@@ -113,7 +113,7 @@ def build(problem: Problem, config: Config) -> Schedule:
         config=config,
         columns=(columns[0], columns[1]),
         tiles=tiles,
-        y1_gpus=tuple(g for g in range(problem.gpus) if columns[DOWN][g].count),
+        y1_gpus=tuple(g for g in range(problem.gpus) if columns[DOWN][g].width),
         y2_gpus=tuple(_y2_gpus(problem, g, columns[DOWN][g]) for g in range(problem.gpus)),
         panels=-(-problem.m // config.up.m),
         tiles_per_panel=-(-problem.h // config.up.n),
@@ -121,7 +121,7 @@ def build(problem: Problem, config: Config) -> Schedule:
 
 
 def _y2_gpus(problem: Problem, gpu: int, owned: Columns) -> tuple[int, ...]:
-    if not owned.count:
+    if not owned.width:
         return ()
     everyone = tuple(range(problem.gpus))
     return {"replicated": everyone, "sharded": (gpu,), "last": everyone[-1:]}[problem.output]

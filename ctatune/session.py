@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ctatune import jit, machine_model, search
-from ctatune.best import Choice, best
+from ctatune.choice import Choice, best
 from ctatune.errors import DeviceError, UsageError
 from ctatune.machine_model import MachineModel
 from ctatune.problem import Problem

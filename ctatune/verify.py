@@ -65,7 +65,7 @@ def promised(schedule: Schedule) -> list[tuple[int, Columns]]:
         return [(gpu, whole) for gpu in range(problem.gpus)]
     if problem.output == "last":
         return [(problem.gpus - 1, whole)]
-    return [(gpu, own) for gpu, own in enumerate(schedule.columns[DOWN]) if own.count]
+    return [(gpu, own) for gpu, own in enumerate(schedule.columns[DOWN]) if own.width]
 
 
 def verify(
@@ -105,7 +105,7 @@ def _judge(
     sums: np.ndarray, seed: int, problem: Problem, where: list[tuple[int, Columns]], *, bits: bool
 ) -> Verification:
     diff2, ref2, worst, nans, differ = (float(value) for value in sums)
-    elements = problem.m * sum(columns.count for _, columns in where)
+    elements = problem.m * sum(columns.width for _, columns in where)
     rms = math.sqrt(ref2 / elements)
     relative = math.sqrt(diff2 / ref2) if ref2 else math.inf
     worst = worst / rms if rms else math.inf

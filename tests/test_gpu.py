@@ -1,5 +1,8 @@
 """What only real GPUs can show: races between calls, bounded polls, the whole protocol."""
 
+# cuda-python ships no type stubs.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from dataclasses import replace

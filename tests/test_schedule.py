@@ -70,7 +70,7 @@ def test_columns_partition_each_layer_in_whole_tiles(schedule: Schedule) -> None
         assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
         assert parts[-1].stop == outputs
         for part in parts:
-            assert part.start % tile.n == 0 or not part.count
+            assert part.start % tile.n == 0 or not part.width
             assert part.stop % tile.n == 0 or part.stop == outputs
 
 
@@ -156,7 +156,7 @@ def test_split_columns_keeps_a_ragged_end_on_the_last_owner() -> None:
 @given(st.integers(1, 10**6), st.sampled_from([64, 128, 256]), st.integers(1, 8))
 def test_even_split_differs_by_at_most_one_tile(count: int, tile_n: int, gpus: int) -> None:
     parts = split_columns(count, tile_n, [1 / gpus] * gpus)
-    tiles_of = [-(-part.count // tile_n) for part in parts]
+    tiles_of = [-(-part.width // tile_n) for part in parts]
     assert max(tiles_of) - min(tiles_of) <= 1
 
 

@@ -10,7 +10,7 @@ from fakes import FakeBench
 
 from ctatune import search as searching
 from ctatune import space
-from ctatune.best import best
+from ctatune.choice import best
 from ctatune.machine_model import load
 from ctatune.problem import Problem
 from ctatune.proposals import Proposals, axes

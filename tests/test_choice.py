@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from test_seed import BUILD, CONFIG, GOOD, PROBLEM, PROOF, begin
 
-import ctatune.best
+import ctatune.choice
+import ctatune.seed
 from ctatune import jit, latency, machine_model, space
-from ctatune.best import Choice, NoAnswer
+from ctatune.choice import Choice, NoAnswer
 from ctatune.config import AnyConfig, Baseline
 from ctatune.errors import StoreError, UsageError
 from ctatune.records import Measurement, Prediction, Regime
@@ -45,7 +46,7 @@ def single(latency_us: float, **changes: Any) -> Measurement:
 
 @pytest.fixture(autouse=True)
 def no_shipped_rows(monkeypatch):
-    monkeypatch.setattr(ctatune.best, "_seed_rows", dict)
+    monkeypatch.setattr(ctatune.choice, "_seed_rows", dict)
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +63,7 @@ def run(db: Path, *trials: tuple[AnyConfig, Measurement], problem=PROBLEM, platf
 
 
 def best(shape: str = PROBLEM.shape, gpus: int = 2, **asked: Any) -> Choice:
-    return ctatune.best.best(shape, gpus=gpus, **asked)
+    return ctatune.choice.best(shape, gpus=gpus, **asked)
 
 
 def simulate(
@@ -165,7 +166,7 @@ def test_a_mismatch_is_a_miss_that_names_the_column(db, measurement, problem, pl
 
 def test_a_row_of_another_protocol_or_shape_is_a_miss(db, monkeypatch):
     run(db, (CONFIG, measured()))
-    monkeypatch.setattr(ctatune.best, "PROTOCOL", 2)
+    monkeypatch.setattr(ctatune.choice, "PROTOCOL", 2)
     assert "protocol differs (row 1, now 2)" in best().note
     assert best("513x1024x2048").note.startswith("this shape is not measured")
 
@@ -174,7 +175,7 @@ def test_the_users_rows_win_over_the_shipped_ones(db, monkeypatch):
     with Store.memory() as store:
         store.add_measurement(begin(store, HERE), PROBLEM, CONFIG, final(50.0))
         rows = store.measurements()
-    monkeypatch.setattr(ctatune.best, "_seed_rows", lambda: {PROBLEM.shape: rows})
+    monkeypatch.setattr(ctatune.choice, "_seed_rows", lambda: {PROBLEM.shape: rows})
     assert (best().latency_us, best().note) == (50.0, "from the shipped measurements")
     run(db, (CONFIG, measured(80.0)))
     assert best().latency_us == 80.0
@@ -188,9 +189,9 @@ def test_shipped_rows_are_read_from_the_seed(tmp_path, monkeypatch):
     (tmp_path / "measurements").mkdir()
     (tmp_path / "measurements" / "a.jsonl").write_text("\n".join(lines))
     monkeypatch.setattr(ctatune.seed, "room", lambda _: tmp_path)
-    ctatune.best._seed_rows.cache_clear()
+    ctatune.choice._seed_rows.cache_clear()
     assert best(db=tmp_path / "none.db").latency_us == 50.0
-    ctatune.best._seed_rows.cache_clear()
+    ctatune.choice._seed_rows.cache_clear()
 
 
 def test_the_only_platform_of_the_user_is_meant(db):
@@ -269,10 +270,10 @@ def test_importing_and_asking_needs_neither_cuda_nor_optuna(tmp_path):
     (tmp_path / "pandas.py").write_text("Timestamp = None")  # as if it were installed
     code = """if True:
         import sys
-        import ctatune.best
+        import ctatune.choice
         heavy = {"cuda", "optuna", "scipy", "pandas"}
         assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()
-        ctatune.best.best("512x1024x2048x1024", gpus=2)
+        ctatune.choice.best("512x1024x2048x1024", gpus=2)
         assert not (heavy - {"pandas"}) & sys.modules.keys()
     """
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parent.parent}"}
