@@ -10,6 +10,7 @@ from typing import Literal
 from ctatune.errors import UsageError
 
 DownAxis = Literal["n", "h"]
+MAX_PACE_US = 1000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,8 @@ class Config:
     `stage_split` is (p_up, p_down): how many GPUs belong to each stage. `mix` in [0, 1]: 0 is the
     pure pipeline, 1 is pure tensor parallel. `stages` is the depth of the shared-memory ring that
     both layers use, `d_slabs` the number of 64-column slabs that finished tiles wait in.
-    `ctas` is the number of CTAs on each GPU, 0 for one an SM.
+    `ctas` is the number of CTAs on each GPU, 0 for one an SM. `pace_us` is the time between the
+    stores of two slabs of Y1 by one CTA: spread out, they do not hold up the loads of other tiles.
     """
 
     up: Tile
@@ -51,15 +53,19 @@ class Config:
     mix: float = 1.0
     down_axis: DownAxis = "n"
     ctas: int = 0
+    pace_us: float = 0.0
     method: Literal["cta"] = "cta"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stage_split", tuple(self.stage_split))
         object.__setattr__(self, "mix", float(self.mix))
+        object.__setattr__(self, "pace_us", float(self.pace_us))
         if not 0.0 <= self.mix <= 1.0:
             raise UsageError(f"mix must be between 0 and 1, got {self.mix}")
         if self.down_axis not in ("n", "h"):
             raise UsageError(f"down_axis must be n or h, got {self.down_axis!r}")
+        if not 0.0 <= self.pace_us <= MAX_PACE_US:
+            raise UsageError(f"pace_us must be between 0 and {MAX_PACE_US:g}, got {self.pace_us}")
         if min(self.stage_split) < 0 or len(self.stage_split) != 2:
             raise UsageError(f"stage_split is p_up:p_down, got {self.stage_split}")
 
@@ -73,6 +79,7 @@ class Config:
             f"{self.method} up {self.up} down {self.down} stages {self.stages} "
             f"slabs {self.d_slabs} mix {self.mix:g} split {split} axis {self.down_axis}"
             + (f" ctas {self.ctas}" if self.ctas else "")
+            + (f" pace {self.pace_us:g}" if self.pace_us else "")
         )
 
 

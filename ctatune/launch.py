@@ -25,6 +25,7 @@ from ctatune.schedule import DOWN, UP, Schedule
 from ctatune.space import TILE_K, smem_bytes
 
 THREADS = 384
+SEGMENT_UNIT = 256
 BF16_BYTES = 2
 POLL_TIMEOUT_NS = 2_000_000_000
 
@@ -54,8 +55,11 @@ PARAMS = np.dtype(
         ("x_box_bytes", "i4"),
         ("y1_box_bytes", "i4"),
         ("panel_count", "i4"),
-        ("tiles_per_panel", "i4"),
+        ("segment_count", "i4"),
         ("arrivals", "i4"),
+        ("pace_ns", "i4"),
+        ("segment_tiles", "i4", MAX_GPUS),
+        ("segment_block", "i4", MAX_GPUS + 1),
         ("y1_outs", "i4"),
         ("y2_outs", "i4"),
         ("arrived_outs", "i4"),
@@ -162,13 +166,13 @@ class Mlp:
         problem, schedule = self.schedule.problem, self.schedule
         y1_bytes = 2 * problem.m * problem.h * BF16_BYTES
         self._y1 = [arena.alloc(g, y1_bytes) if g in schedule.y1_gpus else 0 for g in self._all]
-        panel_bytes = 2 * schedule.panels * LINE_BYTES
+        panel_bytes = 2 * schedule.panels * len(schedule.segments) * LINE_BYTES
         self._panels = [arena.zeros(gpu, panel_bytes) for gpu in self._all]
         self._started = [arena.zeros(gpu, MAX_GPUS * LINE_BYTES) for gpu in self._all]
         self._arrived = [arena.zeros(gpu, LINE_BYTES) for gpu in self._all]
         self._calls = [arena.zeros(gpu, 2 * LINE_BYTES) for gpu in self._all]
         self._errors = [arena.zeros(gpu, ERROR.itemsize) for gpu in self._all]
-        self._tiles = [arena.upload(gpu, schedule.tiles[gpu]) for gpu in self._all]
+        self._tiles = [arena.upload(gpu, _packed(schedule.tiles[gpu])) for gpu in self._all]
 
     def poison(self) -> None:
         """Fill Y1 with NaN (all bits set)."""
@@ -191,7 +195,12 @@ class Mlp:
         p["x_box_bytes"] = _box_rows(config.up.m, problem.m) * TILE_K * BF16_BYTES
         p["y1_box_bytes"] = _box_rows(config.down.m, problem.m) * TILE_K * BF16_BYTES
         p["panel_count"] = schedule.panels
-        p["tiles_per_panel"] = schedule.tiles_per_panel
+        segments = schedule.segments
+        p["pace_ns"] = round(1000 * config.pace_us)
+        p["segment_count"] = len(segments)
+        p["segment_tiles"][: len(segments)] = schedule.segment_tiles
+        p["segment_block"][: len(segments)] = [segment.start // TILE_K for segment in segments]
+        p["segment_block"][len(segments)] = p["down_k_blocks"]
         return p
 
     def _fill_maps(self, p: Any, gpu: int, operands: Operands) -> None:
@@ -282,6 +291,13 @@ class _Argument:
         self._block = block
         self._pointers = (ctypes.c_void_p * 1)(block.ctypes.data)
         self.address = ctypes.addressof(self._pointers)
+
+
+def _packed(tiles: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Tiles as the kernel reads them: the segment stands above the layer in the first word."""
+    packed = tiles[:, :4].copy()
+    packed[:, 0] += SEGMENT_UNIT * tiles[:, 4]
+    return packed
 
 
 def raise_poll_error(gpus: Gpus, gpu: int, pointer: int) -> None:

@@ -144,7 +144,7 @@ class Bench:
         with self.gpus.arena() as arena:
             reference = Reference(self.gpus, arena, problem, seed)
             config = contestant.config
-            bits = reference.one_gpu(config) if isinstance(config, Config) else 0
+            bits = reference.one_gpu(build(problem, config)) if isinstance(config, Config) else 0
 
             def run() -> None:
                 contestant.poison()

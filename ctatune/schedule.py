@@ -5,7 +5,7 @@ The kernel, the simulator and the NumPy reference all execute this same list.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -34,9 +34,11 @@ class Schedule:
     """The tiles of every GPU in the order in which its CTAs take them.
 
     `tiles[g]` is an int32 array of rows (layer, first row, first row in the local weight, first
-    column); CTA c of C takes rows c, c + C, ... . A `down` tile waits for the panels of Y1 that
-    cover its rows: `tiles_per_panel` arrivals for each panel. `y1_gpus` receive every tile of Y1;
-    `y2_gpus[g]` receive the Y2 tiles that GPU g computes.
+    column, segment); CTA c of C takes rows c, c + C, ... . `segments` divide the columns of Y1 by
+    the GPU that computes them. An `up` tile lies in its segment; a `down` tile sums over all of
+    them in a circle that begins with its segment (that of its own GPU, which is there first), and
+    waits in each panel that covers its rows for `segment_tiles` arrivals of each segment.
+    `y1_gpus` receive every tile of Y1; `y2_gpus[g]` receive the Y2 tiles that GPU g computes.
     """
 
     problem: Problem
@@ -46,7 +48,16 @@ class Schedule:
     y1_gpus: tuple[int, ...]
     y2_gpus: tuple[tuple[int, ...], ...]
     panels: int
-    tiles_per_panel: int
+    segments: tuple[Columns, ...]
+
+    @property
+    def segment_tiles(self) -> tuple[int, ...]:
+        """Tiles of each segment in one panel."""
+        return tuple(-(-segment.width // self.config.up.n) for segment in self.segments)
+
+    def circle(self, segment: int) -> tuple[int, ...]:
+        """The order in which a `down` tile with this first segment sums over the segments."""
+        return tuple((segment + i) % len(self.segments) for i in range(len(self.segments)))
 
     def panels_of(self, row: int) -> range:
         """Panels of Y1 that a `down` tile starting at `row` reads."""
@@ -79,44 +90,65 @@ def split_columns(count: int, tile_n: int, parts: list[float]) -> tuple[Columns,
     )
 
 
-def raster(layer: int, m: int, columns: Columns, tile: Tile) -> NDArray[np.int32]:
+def raster(layer: int, m: int, columns: Columns, tile: Tile, segment: int) -> NDArray[np.int32]:
     """Grouped raster: `group_m` tile rows at a time, column by column inside the group."""
     rows = np.arange(0, m, tile.m)
     cols = np.arange(columns.start, columns.stop, tile.n)
     order = [
-        (layer, row, col - columns.start, col)
+        (layer, row, col - columns.start, col, segment)
         for first in range(0, len(rows), tile.group_m)
         for col in cols
         for row in rows[first : first + tile.group_m]
     ]
-    return np.array(order, dtype=np.int32).reshape(-1, 4)
+    return np.array(order, dtype=np.int32).reshape(-1, 5)
 
 
 def build(problem: Problem, config: Config) -> Schedule:
     """The schedule of a valid config (`space.why_invalid` is None) for a problem."""
     layers = zip(problem.layers, (config.up, config.down), strict=True)
-    columns = tuple(
+    up, down = (
         split_columns(layer.outputs, tile.n, shares(stage, config, problem.gpus))
         for stage, (layer, tile) in enumerate(layers)
     )
+    everyone = range(problem.gpus)
+    workers = [gpu for gpu in everyone if up[gpu].width]
+    first = [workers.index(gpu) if gpu in workers else 0 for gpu in everyone]
     tiles = tuple(
         np.concatenate(
             [
-                raster(UP, problem.m, columns[UP][gpu], config.up),
-                raster(DOWN, problem.m, columns[DOWN][gpu], config.down),
+                raster(UP, problem.m, up[gpu], config.up, first[gpu]),
+                raster(DOWN, problem.m, down[gpu], config.down, first[gpu]),
             ]
         )
-        for gpu in range(problem.gpus)
+        for gpu in everyone
     )
     return Schedule(
         problem=problem,
         config=config,
-        columns=(columns[0], columns[1]),
+        columns=(up, down),
         tiles=tiles,
-        y1_gpus=tuple(g for g in range(problem.gpus) if columns[DOWN][g].width),
-        y2_gpus=tuple(_y2_gpus(problem, g, columns[DOWN][g]) for g in range(problem.gpus)),
+        y1_gpus=tuple(gpu for gpu in everyone if down[gpu].width),
+        y2_gpus=tuple(_y2_gpus(problem, gpu, down[gpu]) for gpu in everyone),
         panels=-(-problem.m // config.up.m),
-        tiles_per_panel=-(-problem.h // config.up.n),
+        segments=tuple(up[gpu] for gpu in workers),
+    )
+
+
+def alone(schedule: Schedule) -> Schedule:
+    """The same tiles, each with the same order of sums, all on one GPU: equal bit for bit."""
+    problem = replace(schedule.problem, gpus=1, output="replicated")
+    config = replace(schedule.config, mix=1.0, stage_split=(1, 0))
+    tiles = np.concatenate(schedule.tiles)
+    tiles = tiles[np.argsort(tiles[:, 0], kind="stable")]  # every `up` tile before any `down` tile
+    tiles[:, 2] = tiles[:, 3]  # all rows of each weight are here
+    return replace(
+        schedule,
+        problem=problem,
+        config=config,
+        columns=((Columns(0, problem.h),), (Columns(0, problem.n),)),
+        tiles=(tiles,),
+        y1_gpus=(0,),
+        y2_gpus=((0,),),
     )
 
 

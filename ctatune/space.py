@@ -80,6 +80,9 @@ def _why_memory(config: Config) -> str | None:
     if config.stages < MIN_STAGES:
         rule = f"at least {MIN_STAGES} (one loads while one computes)"
         return f"stages must be {rule}, got {config.stages}"
+    if config.pace_us and config.d_slabs * 64 < config.up.n:
+        rule = "room for a whole tile of up (a paced store must not hold up the math)"
+        return f"pace_us needs {rule}, d_slabs is {config.d_slabs}"
     if config.d_slabs < 1:
         return f"d_slabs must be at least 1, got {config.d_slabs}"
     if smem_bytes(config) > SMEM_BYTES:

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 from cuda.bindings import driver
 
-from ctatune.config import Config
 from ctatune.gpus import Arena, Gpus, check
 from ctatune.launch import BF16_BYTES, Mlp, Operands
 from ctatune.operands import Inputs
 from ctatune.problem import Problem
 from ctatune.records import RELATIVE_LIMIT, WORST_LIMIT, Verification
-from ctatune.schedule import DOWN, Columns, Schedule, build
-from ctatune.space import default_split
+from ctatune.schedule import DOWN, Columns, Schedule, alone
 
 _REFERENCE_TILE = 64
 
@@ -43,14 +40,12 @@ class Reference:
         sizes = (np.int32(size) for size in (self.problem.m, n, k))
         self._gpus.support("reference_gemm", 0, grid, 256, a, b, half, full, *sizes)
 
-    def one_gpu(self, config: Config) -> int:
+    def one_gpu(self, schedule: Schedule) -> int:
         """Y2 (bf16, on GPU 0) of the same kernel with the same tiles on one GPU."""
-        alone = replace(self.problem, gpus=1, output="replicated")
-        config = replace(config, mix=1.0, stage_split=default_split(1))
         y2 = self._arena.alloc(0, self.problem.m * self.problem.n * BF16_BYTES)
         check(driver.cuMemsetD8(y2, 0xFF, self.problem.m * self.problem.n * BF16_BYTES))
         operands = Operands(x=(self.x,), w_up=(self.w_up,), w_down=(self.w_down,), y2=(y2,))
-        mlp = Mlp(self._gpus, self._arena, build(alone, config), [operands])
+        mlp = Mlp(self._gpus, self._arena, alone(schedule), [operands])
         mlp.call()
         self._gpus.sync()
         mlp.check()

@@ -1,8 +1,9 @@
 // A CTA-pipelined MLP for sm_90a: Y1 = X W_up^T, Y2 = Y1 W_down^T, bf16 in and out, fp32 sums.
 //
 // One persistent CTA an SM walks its share of this GPU's tile list: first tiles of `up`, whose
-// results are stored into the Y1 of every GPU that needs them, then tiles of `down`, each of which
-// waits for the panels of Y1 that it reads. The list is data (ctatune/schedule.py).
+// results are stored into the Y1 of every GPU that needs them, then tiles of `down`. A `down` tile
+// sums over Y1 segment by segment, beginning with its own GPU's, and waits for each as it comes to
+// it, so that transfers hide behind sums. The list is data (ctatune/schedule.py).
 //
 //   warp              role         waits for                        signals
 //   0                 load         empty[stage], panel counters     full[stage] (TMA bytes)
@@ -10,7 +11,8 @@
 //   4..11 (2 groups)  math         full[stage], d_empty[slot]       empty[stage], d_full[slot]
 //
 // Flags in global memory only grow; each stands on its own 128-byte line of the GPU that polls it:
-//   panels[2][panels]  tiles of that panel that arrived here, by parity of the call
+//   panels[2][panels][segments]  tiles that arrived here, by parity of the call; a segment is the
+//                      part of Y1's columns that one GPU computes
 //   started[gpu]       calls that this peer has started
 //   arrived            CTAs of peers that have delivered all their Y2 tiles here
 // A GPU in call e stores Y1 into a peer that has started call e - 1: that peer has finished e - 2,
@@ -34,6 +36,7 @@ constexpr int kMaxGpus = 8;
 constexpr int kTileK = 64;                  // 128 bytes of bf16: one row of the 128-byte swizzle
 constexpr int kRowBytes = 128;
 constexpr int kLine = 32;                   // uint32 in the 128-byte line of one flag
+constexpr int kSegmentUnit = 256;           // in the first word of a tile, above the layer
 constexpr int kMathGroups = 2;
 constexpr int kThreads = 128 * (1 + kMathGroups);
 constexpr int kMaxM = kUpM > kDownM ? kUpM : kDownM;
@@ -60,12 +63,14 @@ struct Params {
   uint32_t* arrived;
   uint32_t* calls;                          // [0]: finished calls, [kLine]: CTAs that have left
   PollError* error;
-  int4 const* tiles;                        // {layer, row, row in the local weight, column}
+  int4 const* tiles;                        // {layer + 256 segment, row, row in weight, column}
   long long* stamps;                        // null, or kStamps times a tile
   long long timeout_ns;
   int tile_count, m, up_k_blocks, down_k_blocks;
   int x_box_bytes, y1_box_bytes;            // bytes of one A box: rows that exist, not tile rows
-  int panel_count, tiles_per_panel, arrivals;
+  int panel_count, segment_count, arrivals, pace_ns;
+  int segment_tiles[kMaxGpus];              // of one panel
+  int segment_block[kMaxGpus + 1];          // first K block of `down` in each segment, and the end
   int y1_outs, y2_outs, arrived_outs, peers;
   int y1_gpu[kMaxGpus], y2_gpu[kMaxGpus];
 };
@@ -84,6 +89,11 @@ __device__ void fence_async_proxy() { asm volatile("fence.proxy.async;" ::: "mem
 
 __device__ void prefetch_map(TensorMap const& map) {
   prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&map));
+}
+
+__device__ uint32_t* panel_flag(uint32_t* panels, Params const& p, uint32_t epoch, int panel,
+                                int segment) {
+  return panels + (((epoch & 1) * p.panel_count + panel) * p.segment_count + segment) * kLine;
 }
 
 __device__ long long now_ns() {
@@ -164,7 +174,6 @@ struct Loader {
   Barriers& bars;
   uint32_t epoch;
   Ring<kStages> at;
-  int ready_panels = 0;                     // panels [0, ready_panels) need no further look
 
   __device__ void arm(Ring<kStages> const& r, int bytes) {
     Barrier::wait(reinterpret_cast<Barrier::ValueType*>(&bars.empty[r.slot]), r.phase ^ 1);
@@ -187,42 +196,49 @@ struct Loader {
     }
   }
 
-  __device__ uint32_t const* panel_flag(int panel) {
-    return p.panels + ((epoch & 1) * p.panel_count + panel) * kLine;
+  __device__ bool arrived(int panel, int segment) {
+    uint32_t const target = (epoch / 2 + 1) * p.segment_tiles[segment];
+    return int32_t(load_acquire(panel_flag(p.panels, p, epoch, panel, segment)) - target) >= 0;
   }
-  __device__ uint32_t panel_target() { return (epoch / 2 + 1) * p.tiles_per_panel; }
-
-  // Panels are awaited in the order of rows; a tile of a later row does not look at earlier ones.
-  __device__ bool panels_ready(int begin, int end) {
-    if (kSkipWait) return true;
-    for (int panel = begin; panel < end; ++panel)
-      if (int32_t(load_acquire(panel_flag(panel)) - panel_target()) < 0) return false;
-    return true;
+  __device__ void await(int panel, int segment) {
+    uint32_t const target = (epoch / 2 + 1) * p.segment_tiles[segment];
+    poll(panel_flag(p.panels, p, epoch, panel, segment), target, p, kPanelPoll, panel);
   }
 
-  __device__ void down(int4 tile, int i) {
+  // Loads the K blocks of one segment. While the segment is not here, weights go ahead: no more
+  // than there are stages, or nobody would free the next one.
+  __device__ void down_segment(int4 tile, int segment, bool first, int i) {
     int const begin = tile.y / kUpM;
     int const end = (min(tile.y + kDownM, p.m) - 1) / kUpM + 1;
     int const bytes = p.y1_box_bytes + kDownN * kRowBytes;
-    int early = 0;                          // stages whose weights were loaded before the wait
-    if (!panels_ready(begin, end)) {
-      early = min(kStages, p.down_k_blocks);
+    int const first_block = p.segment_block[segment], last = p.segment_block[segment + 1];
+    bool ready = true;
+    for (int panel = begin; panel < end && !kSkipWait; ++panel) ready &= arrived(panel, segment);
+    int ahead = first_block;
+    if (!ready) {
       Ring<kStages> r = at;
-      for (int kb = 0; kb < early; ++kb, r.advance()) {
+      for (; ahead < min(first_block + kStages, last); ++ahead, r.advance()) {
         arm(r, bytes);
-        load(r, p.w_down, kABytes, kb * kTileK, tile.z);
+        load(r, p.w_down, kABytes, ahead * kTileK, tile.z);
       }
-      for (int panel = begin; panel < end; ++panel)
-        poll(panel_flag(panel), panel_target(), p, kPanelPoll, panel);
+      for (int panel = begin; panel < end; ++panel) await(panel, segment);
     }
-    stamp(p, i, kPanelReady);
+    if (first) stamp(p, i, kPanelReady);
     fence_async_proxy();                    // the acquire above orders the TMA loads below
-    for (int kb = 0; kb < p.down_k_blocks; ++kb, at.advance()) {
-      if (kb >= early) {
+    for (int kb = first_block; kb < last; ++kb, at.advance()) {
+      if (kb >= ahead) {
         arm(at, bytes);
         load(at, p.w_down, kABytes, kb * kTileK, tile.z);
       }
       load_y1(at, kb * kTileK, tile.y);
+    }
+  }
+
+  __device__ void down(int4 tile, int i) {
+    int segment = tile.x / kSegmentUnit;
+    for (int s = 0; s < p.segment_count; ++s) {
+      down_segment(tile, segment, s == 0, i);
+      if (++segment == p.segment_count) segment = 0;
     }
   }
 
@@ -232,7 +248,7 @@ struct Loader {
     for (int i = blockIdx.x; i < p.tile_count; i += gridDim.x) {
       int4 const tile = p.tiles[i];
       stamp(p, i, kLoadStarts);
-      if (tile.x == 0) up(tile); else down(tile, i);
+      if (tile.x % kSegmentUnit == 0) up(tile); else down(tile, i);
     }
   }
 };
@@ -258,13 +274,22 @@ struct Storer {
     fence_async_proxy();
   }
 
+  // All SMs finish a tile at about the same time; stores from all of them at once fill the links
+  // and hold up the loads behind them. Paced, they start one SM after the other.
+  __device__ int first_delay_ns() { return blockIdx.x * p.pace_ns / gridDim.x; }
+
   // Stores one tile to every destination. Returns when all of it is visible there.
   template <class Tile, bool kIsUp>
   __device__ void store(int4 tile) {
     int const outs = kIsUp ? p.y1_outs : p.y2_outs;
     int held = 0;
+    long long next = kIsUp && p.pace_ns > 0 ? now_ns() + first_delay_ns() : 0;
     for (int s = 0; s < Tile::kSlabsN; ++s, at.advance()) {
       Barrier::wait(&bars.d_full[at.slot], at.phase);
+      if (next) {
+        while (now_ns() < next) __nanosleep(100);
+        next += p.pace_ns;
+      }
       void const* slab = slabs + at.slot * kSlabBytes;
       int const col = tile.w + s * kTileK;
       for (int d = 0; d < outs; ++d) {
@@ -290,13 +315,14 @@ struct Storer {
       int4 const tile = p.tiles[i];
       Barrier::wait(&bars.d_full[at.slot], at.phase);
       stamp(p, i, kStoreStarts);
-      if (tile.x == 0) {
+      if (tile.x % kSegmentUnit == 0) {
         if (!y1_open) open(p.y1_outs, p.y1_gpu, epoch);
         y1_open = true;
         store<Up, true>(tile);
         fence_async_proxy();
-        uint32_t const flag = ((epoch & 1) * p.panel_count + tile.y / kUpM) * kLine;
-        for (int d = 0; d < p.y1_outs; ++d) add_release(p.panels_out[d] + flag, 1);
+        int const panel = tile.y / kUpM, segment = tile.x / kSegmentUnit;
+        for (int d = 0; d < p.y1_outs; ++d)
+          add_release(panel_flag(p.panels_out[d], p, epoch, panel, segment), 1);
       } else {
         if (!y2_open) open(p.y2_outs, p.y2_gpu, epoch + 1);
         y2_open = true;
@@ -436,7 +462,7 @@ void mlp(__grid_constant__ Params const p) {
     Ring<kStages> at;
     Ring<kSlabs> d_at;
     for (int i = blockIdx.x; i < p.tile_count; i += gridDim.x) {
-      if (p.tiles[i].x == 0)
+      if (p.tiles[i].x % kSegmentUnit == 0)
         math_tile<Up>(p, i, ring, slabs, bars, at, d_at, p.up_k_blocks, group);
       else
         math_tile<Down>(p, i, ring, slabs, bars, at, d_at, p.down_k_blocks, group);
