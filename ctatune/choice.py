@@ -16,7 +16,8 @@ from ctatune.config import AnyConfig, Config
 from ctatune.errors import CtatuneError, UsageError
 from ctatune.problem import Output, Problem, parse_shape
 from ctatune.records import PROTOCOL, Prediction, Regime
-from ctatune.seed import PredictionRow, Row, load_seed
+from ctatune.rows import PredictionRow, Row
+from ctatune.seed import load_seed
 from ctatune.space import candidates, default_config, why_invalid
 from ctatune.store import Store, default_path
 

@@ -42,7 +42,7 @@ class Config:
     pure pipeline, 1 is pure tensor parallel. `stages` is the depth of the shared-memory ring that
     both layers use, `d_slabs` the number of 64-column slabs that finished tiles wait in.
     `ctas` is the number of CTAs on each GPU, 0 for one an SM. `pace_us` is the time between the
-    stores of two slabs of Y1 by one CTA: spread out, they do not hold up the loads of other tiles.
+    stores of two slabs to peers by one CTA: spread out, they do not hold up the loads of tiles.
     """
 
     up: Tile

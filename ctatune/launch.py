@@ -9,6 +9,7 @@ The parameter block mirrors `struct Params` of kernels/mlp.cu.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,8 @@ PARAMS = np.dtype(
         ("y2_outs", "i4"),
         ("arrived_outs", "i4"),
         ("peers", "i4"),
+        ("y1_own", "i4"),
+        ("y2_own", "i4"),
         ("y1_gpu", "i4", MAX_GPUS),
         ("y2_gpu", "i4", MAX_GPUS),
     ],
@@ -212,21 +215,22 @@ class Mlp:
         p["x"] = np.void(tensor_map(operands.x[gpu], (problem.m, problem.k), up_rows))
         if own := columns[UP][gpu].width:
             p["w_up"] = np.void(tensor_map(operands.w_up[gpu], (own, problem.k), config.up.n))
-            for i, to in enumerate(self.schedule.y1_gpus):
+            for i, to in enumerate(_nearest(gpu, self.schedule.y1_gpus)):
                 p["y1_out"][i] = np.void(tensor_map(self._y1[to], y1_sizes, up_rows))
         if own := columns[DOWN][gpu].width:
             p["w_down"] = np.void(tensor_map(operands.w_down[gpu], (own, problem.h), config.down.n))
             p["y1"] = np.void(tensor_map(self._y1[gpu], y1_sizes, down_rows))
-            for i, to in enumerate(self.schedule.y2_gpus[gpu]):
+            for i, to in enumerate(_nearest(gpu, self.schedule.y2_gpus[gpu])):
                 y2_sizes = (problem.m, problem.n)
                 p["y2_out"][i] = np.void(tensor_map(operands.y2[to], y2_sizes, down_rows))
 
     def _fill_flags(self, p: Any, gpu: int) -> None:
         schedule = self.schedule
-        y1_gpus = schedule.y1_gpus if schedule.columns[UP][gpu].width else ()
-        y2_gpus = schedule.y2_gpus[gpu]
+        y1_gpus = _nearest(gpu, schedule.y1_gpus if schedule.columns[UP][gpu].width else ())
+        y2_gpus = _nearest(gpu, schedule.y2_gpus[gpu])
         y2_peers = [to for to in y2_gpus if to != gpu]
         p["y1_outs"], p["y2_outs"] = len(y1_gpus), len(y2_gpus)
+        p["y1_own"], p["y2_own"] = gpu in y1_gpus, gpu in y2_gpus
         p["y1_gpu"][: len(y1_gpus)] = y1_gpus
         p["y2_gpu"][: len(y2_gpus)] = y2_gpus
         p["panels_out"][: len(y1_gpus)] = [self._panels[to] for to in y1_gpus]
@@ -291,6 +295,11 @@ class _Argument:
         self._block = block
         self._pointers = (ctypes.c_void_p * 1)(block.ctypes.data)
         self.address = ctypes.addressof(self._pointers)
+
+
+def _nearest(gpu: int, receivers: Sequence[int]) -> list[int]:
+    """Receivers in the order in which `gpu` serves them: itself first, then its next peers."""
+    return sorted(receivers, key=lambda to: (to - gpu) % MAX_GPUS)
 
 
 def _packed(tiles: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from ctatune.config import Config
 
 ASKS = 50  # in a row that lead to nothing new before Optuna is given up
-Axes = tuple[str, str, str, str]
-_NAMES = ("tile", "up_group", "down_group", "way")
+Axes = tuple[str, str, str, str, str]
+_NAMES = ("tile", "up_group", "down_group", "way", "pace")
 
 
 def axes(config: Config) -> Axes:
@@ -20,6 +20,7 @@ def axes(config: Config) -> Axes:
         str(config.up.group_m),
         str(config.down.group_m),
         f"{config.mix:g}@{split}",
+        f"{config.pace_us:g}",
     )
 
 

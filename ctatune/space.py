@@ -80,8 +80,8 @@ def _why_memory(config: Config) -> str | None:
     if config.stages < MIN_STAGES:
         rule = f"at least {MIN_STAGES} (one loads while one computes)"
         return f"stages must be {rule}, got {config.stages}"
-    if config.pace_us and config.d_slabs * 64 < config.up.n:
-        rule = "room for a whole tile of up (a paced store must not hold up the math)"
+    if config.pace_us and config.d_slabs * 64 < max(config.up.n, config.down.n):
+        rule = "room for a whole tile (a paced store must not hold up the math)"
         return f"pace_us needs {rule}, d_slabs is {config.d_slabs}"
     if config.d_slabs < 1:
         return f"d_slabs must be at least 1, got {config.d_slabs}"
@@ -119,6 +119,7 @@ SHAPES = (
 )
 GROUPS = (1, 2, 4, 8, 16)
 MIXES = (1.0, 0.75, 0.5, 0.25, 0.0)
+PACES_US = (0.0, 4.0, 8.0, 12.0)
 
 
 def default_config(problem: Problem) -> Config:
@@ -131,6 +132,7 @@ def default_config(problem: Problem) -> Config:
         stages=stages,
         d_slabs=slabs,
         stage_split=default_split(problem.gpus),
+        pace_us=8.0 if problem.gpus > 1 and problem.m > 1024 else 0.0,
     )
 
 
@@ -140,7 +142,8 @@ def candidates(problem: Problem, *, sm_count: int = 132) -> Iterator[Config]:
     ways = [(1.0, default_split(problem.gpus))] + [
         (mix, split) for mix in MIXES if mix < 1.0 for split in splits
     ]
-    for (m, n, stages, slabs), up_g, down_g, (mix, split) in product(SHAPES, GROUPS, GROUPS, ways):
+    axes = product(SHAPES, GROUPS, GROUPS, ways, PACES_US if problem.gpus > 1 else (0.0,))
+    for (m, n, stages, slabs), up_g, down_g, (mix, split), pace_us in axes:
         rows = -(-problem.m // m)
         if max(up_g, down_g) > 1 and max(up_g, down_g) >= 2 * rows:
             continue  # the same order as a smaller group
@@ -152,6 +155,7 @@ def candidates(problem: Problem, *, sm_count: int = 132) -> Iterator[Config]:
             d_slabs=slabs,
             stage_split=split,
             mix=mix,
+            pace_us=pace_us,
         )
         if why_invalid(config, problem, sm_count=sm_count) is None:
             yield config

@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 
 import platformdirs
 
-from ctatune import seed
+from ctatune import rows as rowforms
 from ctatune.config import AnyConfig, digest
 from ctatune.errors import StoreError
 from ctatune.problem import Problem
 from ctatune.records import PROTOCOL, Measurement, Platform, Prediction
 from ctatune.rooms import room
-from ctatune.seed import PredictionRow, Row
+from ctatune.rows import PredictionRow, Row
 
 _AnyRow = TypeVar("_AnyRow", Row, PredictionRow)
 BUSY_TIMEOUT_S = 10.0
@@ -164,7 +164,7 @@ class Store(AbstractContextManager["Store"]):
         self, place: dict[str, Any], problem: Problem, config: AnyConfig, measurement: Measurement
     ) -> int:
         kernel, verification = measurement.kernel, measurement.verification
-        row = place | asdict(problem) | seed.columns(measurement)
+        row = place | asdict(problem) | rowforms.columns(measurement)
         row["config_key"] = self._config_key(config)
         row["kernel_id"] = kernel and self._intern("kernel", asdict(kernel))
         row_id = self._insert("measurement", row)
@@ -178,7 +178,7 @@ class Store(AbstractContextManager["Store"]):
         """Store what a model computed; returns the row's id."""
         with self.transaction():
             row = {"run_id": run_id, "utc": _now(), "config_key": self._config_key(config)}
-            return self._insert("prediction", row | asdict(problem) | seed.columns(prediction))
+            return self._insert("prediction", row | asdict(problem) | rowforms.columns(prediction))
 
     def measurements(
         self, problem: Problem | None = None, platform: str | None = None, **equal: object
@@ -204,9 +204,9 @@ class Store(AbstractContextManager["Store"]):
         with _one_line(self.name):
             for values in self._db.query(query, [*where.values(), platform]):
                 try:
-                    rows.append(seed.decode(kind, seed.document(values)))
-                except seed.DAMAGE as error:
-                    seed.warn_once(
+                    rows.append(rowforms.decode(kind, rowforms.document(values)))
+                except rowforms.DAMAGE as error:
+                    rowforms.warn_once(
                         f"{self.name}: row {values['id']} of {table} is damaged: {error}"
                     )
         return rows
@@ -228,7 +228,7 @@ class Store(AbstractContextManager["Store"]):
     ) -> int:
         row = {"platform_id": self._intern("platform", asdict(platform)), "utc": utc}
         row |= {"command": command, "compiler": compiler}
-        return self._intern("run", row | {"versions": seed.canonical_json(versions)})
+        return self._intern("run", row | {"versions": rowforms.canonical_json(versions)})
 
     def _intern(self, table: str, row: dict[str, Any]) -> int:
         """The id of the row with these columns, its natural key; inserted when it is new."""

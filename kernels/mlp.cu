@@ -72,6 +72,7 @@ struct Params {
   int segment_tiles[kMaxGpus];              // of one panel
   int segment_block[kMaxGpus + 1];          // first K block of `down` in each segment, and the end
   int y1_outs, y2_outs, arrived_outs, peers;
+  int y1_own, y2_own;                       // 1 when destination 0 is this GPU, else 0
   int y1_gpu[kMaxGpus], y2_gpu[kMaxGpus];
 };
 
@@ -205,8 +206,8 @@ struct Loader {
     poll(panel_flag(p.panels, p, epoch, panel, segment), target, p, kPanelPoll, panel);
   }
 
-  // Loads the K blocks of one segment. While the segment is not here, weights go ahead: no more
-  // than there are stages, or nobody would free the next one.
+  // Loads the K blocks of one segment. While the segment is not here, weights go ahead, but leave a
+  // stage: math frees its last one only when it has the next.
   __device__ void down_segment(int4 tile, int segment, bool first, int i) {
     int const begin = tile.y / kUpM;
     int const end = (min(tile.y + kDownM, p.m) - 1) / kUpM + 1;
@@ -217,7 +218,7 @@ struct Loader {
     int ahead = first_block;
     if (!ready) {
       Ring<kStages> r = at;
-      for (; ahead < min(first_block + kStages, last); ++ahead, r.advance()) {
+      for (; ahead < min(first_block + kStages - 1, last); ++ahead, r.advance()) {
         arm(r, bytes);
         load(r, p.w_down, kABytes, ahead * kTileK, tile.z);
       }
@@ -274,62 +275,84 @@ struct Storer {
     fence_async_proxy();
   }
 
-  // All SMs finish a tile at about the same time; stores from all of them at once fill the links
-  // and hold up the loads behind them. Paced, they start one SM after the other.
-  __device__ int first_delay_ns() { return blockIdx.x * p.pace_ns / gridDim.x; }
+  // Destination 0 is this GPU when it is one at all (launch.py); its copy is done and told first.
+  template <bool kIsUp>
+  __device__ void issue(int4 tile, int slab, int slot, int first, int last) {
+    void const* from = slabs + slot * kSlabBytes;
+    int const col = tile.w + slab * kTileK;
+    for (int d = first; d < last; ++d) {
+      if constexpr (kIsUp) SM90_TMA_STORE_3D::copy(&p.y1_out[d], from, col, tile.y, epoch & 1);
+      else SM90_TMA_STORE_2D::copy(&p.y2_out[d], from, col, tile.y);
+    }
+  }
 
-  // Stores one tile to every destination. Returns when all of it is visible there.
+  // Adds 1 to the panel counter of destinations [first, last). Called when the stores are visible.
+  __device__ void tell(int4 tile, int first, int last) {
+    fence_async_proxy();
+    int const panel = tile.y / kUpM, segment = tile.x / kSegmentUnit;
+    for (int d = first; d < last; ++d)
+      add_release(panel_flag(p.panels_out[d], p, epoch, panel, segment), 1);
+  }
+
+  // Stores one tile, in as many parts as the slabs demand, and tells the receivers of Y1.
+  // All SMs finish a tile at about the same time, and stores from all of them at once fill the
+  // links and hold up the loads behind them: paced, they start one SM after the other.
   template <class Tile, bool kIsUp>
-  __device__ void store(int4 tile) {
+  __device__ void store(int4 tile, bool last_tile) {
+    constexpr int kPart = kSlabs < Tile::kSlabsN ? kSlabs : Tile::kSlabsN;
     int const outs = kIsUp ? p.y1_outs : p.y2_outs;
-    int held = 0;
-    long long next = kIsUp && p.pace_ns > 0 ? now_ns() + first_delay_ns() : 0;
-    for (int s = 0; s < Tile::kSlabsN; ++s, at.advance()) {
-      Barrier::wait(&bars.d_full[at.slot], at.phase);
-      if (next) {
-        while (now_ns() < next) __nanosleep(100);
-        next += p.pace_ns;
-      }
-      void const* slab = slabs + at.slot * kSlabBytes;
-      int const col = tile.w + s * kTileK;
-      for (int d = 0; d < outs; ++d) {
-        if constexpr (kIsUp) SM90_TMA_STORE_3D::copy(&p.y1_out[d], slab, col, tile.y, epoch & 1);
-        else SM90_TMA_STORE_2D::copy(&p.y2_out[d], slab, col, tile.y);
+    int const own = kIsUp ? p.y1_own : p.y2_own;
+    bool const paced = p.pace_ns > 0 && !last_tile && own < outs;
+    for (int part = 0; part < Tile::kSlabsN; part += kPart) {
+      int const end = min(part + kPart, Tile::kSlabsN);
+      Ring<kSlabs> r = at;
+      for (int s = part; s < end; ++s, r.advance()) {
+        Barrier::wait(&bars.d_full[r.slot], r.phase);
+        issue<kIsUp>(tile, s, r.slot, 0, own);
       }
       tma_store_arrive();
-      if (++held == kSlabs) {               // the ring is full: the oldest slab must leave
-        tma_store_wait<kSlabs - 1>();
-        free_slab();
-        --held;
+      if (kIsUp && end == Tile::kSlabsN) {  // before stores to peers: a release waits for those too
+        drain();
+        tell(tile, 0, own);
       }
+      long long next = paced ? now_ns() + blockIdx.x * p.pace_ns / gridDim.x : 0;
+      for (int s = part; s < end; ++s, at.advance()) {
+        if (paced) {
+          while (now_ns() < next) __nanosleep(100);
+          next += p.pace_ns;
+        }
+        issue<kIsUp>(tile, s, at.slot, own, outs);
+      }
+      tma_store_arrive();
+      tma_store_wait<0>();                  // read: the slabs may be written again
+      for (int s = part; s < end; ++s) free_slab();
     }
-    tma_store_wait<0>();                    // read: the slabs may be written again
-    for (; held > 0; --held) free_slab();
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");   // written: visible to this thread
+    if constexpr (kIsUp) { drain(); tell(tile, own, outs); }
   }
+
+  // Waits until all stores are visible where they went.
+  __device__ void drain() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
   __device__ void run() {
     for (int d = 0; d < p.y1_outs; ++d) prefetch_map(p.y1_out[d]);
     for (int d = 0; d < p.y2_outs; ++d) prefetch_map(p.y2_out[d]);
     for (int i = blockIdx.x; i < p.tile_count; i += gridDim.x) {
       int4 const tile = p.tiles[i];
+      bool const last = i + gridDim.x >= p.tile_count;
       Barrier::wait(&bars.d_full[at.slot], at.phase);
       stamp(p, i, kStoreStarts);
       if (tile.x % kSegmentUnit == 0) {
         if (!y1_open) open(p.y1_outs, p.y1_gpu, epoch);
         y1_open = true;
-        store<Up, true>(tile);
-        fence_async_proxy();
-        int const panel = tile.y / kUpM, segment = tile.x / kSegmentUnit;
-        for (int d = 0; d < p.y1_outs; ++d)
-          add_release(panel_flag(p.panels_out[d], p, epoch, panel, segment), 1);
+        store<Up, true>(tile, last);
       } else {
         if (!y2_open) open(p.y2_outs, p.y2_gpu, epoch + 1);
         y2_open = true;
-        store<Down, false>(tile);
+        store<Down, false>(tile, last);
       }
       stamp(p, i, kStored);
     }
+    drain();
     fence_async_proxy();
     for (int d = 0; d < p.arrived_outs; ++d) add_release(p.arrived_out[d], 1);
     if (blockIdx.x == 0 && p.arrivals > 0)  // what peers send to this GPU has arrived too

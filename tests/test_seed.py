@@ -28,7 +28,8 @@ from ctatune.records import (
     Regime,
     Verification,
 )
-from ctatune.seed import canonical_json, export_lines, import_lines, load_seed
+from ctatune.rows import canonical_json, warn_once
+from ctatune.seed import export_lines, import_lines, load_seed
 from ctatune.store import Store
 
 PROBLEM = Problem(m=512, k=1024, h=2048, n=1024, gpus=2)
@@ -232,7 +233,7 @@ DAMAGED = {
 
 @pytest.mark.parametrize("how", DAMAGED)
 def test_a_damaged_line_is_reported_once_and_skipped(how, caplog):
-    ctatune.seed.warn_once.cache_clear()
+    warn_once.cache_clear()
     first, second = exported()
     damaged = DAMAGED[how](first)
     assert damaged != first
