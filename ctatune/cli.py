@@ -167,6 +167,18 @@ def best(
         _print_choice(choice)
 
 
+@main.command()
+@_common_options
+def export(db: Path | None, platform: str | None, as_json: bool) -> None:
+    """Print every measurement as a JSON line, sorted: what `db/measurements` ships."""
+    from ctatune.seed import export_lines
+    from ctatune.store import Store, default_path
+
+    with Store.open(db or default_path(), create=False, read_only=True) as store:
+        lines = list(export_lines(store, platform=platform))
+    click.echo("[" + ",\n".join(lines) + "]" if as_json else "\n".join(lines))
+
+
 def _problem(shape: str, fields: dict[str, Any]) -> Problem:
     m, k, h, n = parse_shape(shape)
     return Problem(m=m, k=k, h=h, n=n, **fields)

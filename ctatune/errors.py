@@ -19,3 +19,7 @@ class PipelineTimeoutError(DeviceError):
 
 class StoreError(CtatuneError):
     """The database cannot be opened, read or written (exit code 1)."""
+
+
+class ScheduleError(CtatuneError):
+    """A schedule blocks for ever, writes an output twice, or leaves a promised one unwritten."""

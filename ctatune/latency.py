@@ -2,7 +2,8 @@
 
 The list of a CTA is `up` tiles, then `down` tiles. A GPU is done when its fullest CTA is, or when
 the CTAs have worked off what was left to do after the last panel that they had to wait for: the
-recurrence finish_w = max(finish_{w-1}, ready_w) + tile, solved in closed form (max-plus).
+recurrence finish_w = max(finish_{w-1}, ready_w) + tile, solved in closed form (max-plus). A tile
+begins with its own GPU's part of a panel, and needs the rest only when it has summed that.
 """
 
 from __future__ import annotations
@@ -13,19 +14,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ctatune.config import Config, Tile
-from ctatune.machine_model import MachineModel, Work, prediction
+from ctatune.machine_model import MachineModel, Work, faded, pace_delay_us, prediction
 from ctatune.problem import Layer, Problem
 from ctatune.records import Prediction, Regime
 from ctatune.schedule import DOWN, UP, shares, split_columns
 
-ESTIMATE = "estimate-1"
+ESTIMATE = "estimate-2"
 _MAX_PANELS = 8  # looked at; of more, an even selection with the first and the last one
 _BURST = 0.5  # part of the last wave's outgoing burst that the spread of its tiles does not hide
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Gpu:
-    """What GPUs with equal shares do in a call; `*_link_us` is of one tile to all its peers."""
+    """What GPUs with equal shares do in a call.
+
+    `*_link_us` is of one tile to all its peers, `*_lost_us` what the first burst of such tiles
+    takes from the next tile.
+    """
 
     count: int  # GPUs with this share
     up: Work
@@ -34,6 +39,10 @@ class _Gpu:
     down_us: float
     up_link_us: float
     down_link_us: float
+    up_lost_us: float
+    down_lost_us: float
+    own_part: float  # of Y1's columns: what a `down` tile can sum before it needs a peer's
+    pace_us: float
 
     @property
     def up_period_us(self) -> float:
@@ -47,19 +56,8 @@ def estimate(problem: Problem, config: Config, machine: MachineModel) -> Predict
     Source: DESIGN 8; parameters from the machine model. Some 100 to 300 us of Python.
     """
     kinds = _kinds(problem, config, machine)
-    panels = _looked_at(-(-problem.m // config.down.m))
-    last_rows = [min((panel + 1) * config.down.m, problem.m) - 1 for panel in panels]
-    y1_panels = [row // config.up.m for row in last_rows]
-    computed_us = [_computed_us(kinds, panel, machine) for panel in y1_panels]
-    first_us = min(gpu.up_us for gpu in kinds if gpu.up.tiles)
-    end_us = 0.0
-    for gpu in kinds:
-        row_in_us = _row_in_us(gpu, kinds, machine)
-        ready_us = [
-            max(sent_us, first_us + (panel + 1) * row_in_us) + machine.flag_us
-            for panel, sent_us in zip(y1_panels, computed_us, strict=True)
-        ]
-        end_us = max(end_us, _end_us(gpu, panels, ready_us, machine))
+    panels = _looked_at(problem, config)
+    end_us = max(_end_us(gpu, kinds, panels, machine) for gpu in kinds)
     latency_us = machine.launch_us + end_us + _tail_us(problem, kinds, machine)
     return prediction(latency_us, machine.estimate_log_sigma, ESTIMATE)
 
@@ -125,26 +123,33 @@ def _kinds(problem: Problem, config: Config, machine: MachineModel) -> list[_Gpu
     kinds: list[_Gpu] = []
     for key, (up, down) in example.items():
         clock = machine.clock(machine.busy_us((up, down)))
-        y1_peers = y1_gpus - (down.tiles > 0)
+        up_us, down_us = (machine.tile_time_us(work, clock) for work in (up, down))
+        y1_peers, pace_us = y1_gpus - (down.tiles > 0), config.pace_us
         kinds.append(
             _Gpu(
                 count=counts[key],
                 up=up,
                 down=down,
-                up_us=machine.tile_time_us(up, clock),
-                down_us=machine.tile_time_us(down, clock),
+                up_us=up_us,
+                down_us=down_us,
                 up_link_us=machine.link_us(up.tile_bytes * y1_peers),
                 down_link_us=machine.link_us(down.tile_bytes * key[2]),
+                up_lost_us=machine.burst_loss_us(up, y1_peers, pace_us, up_us),
+                down_lost_us=machine.burst_loss_us(down, key[2], pace_us, down_us),
+                own_part=up.columns / problem.h,
+                pace_us=pace_us,
             )
         )
     return kinds
 
 
-def _looked_at(panels: int) -> list[int]:
-    """The `down` panels that the recurrence looks at, the first and the last among them."""
-    if panels <= _MAX_PANELS:
-        return list(range(panels))
-    return [i * (panels - 1) // (_MAX_PANELS - 1) for i in range(_MAX_PANELS)]
+def _looked_at(problem: Problem, config: Config) -> list[tuple[int, int]]:
+    """Panels of `down`, the first and the last among them, with the last of Y1 that each reads."""
+    count = -(-problem.m // config.down.m)
+    looked = min(count, _MAX_PANELS)
+    panels = [i * (count - 1) // max(1, looked - 1) for i in range(looked)]
+    last_rows = [min((panel + 1) * config.down.m, problem.m) - 1 for panel in panels]
+    return [(panel, row // config.up.m) for panel, row in zip(panels, last_rows, strict=True)]
 
 
 def _index_of(work: Work, panel: int, *, last: bool) -> int:
@@ -157,30 +162,35 @@ def _index_of(work: Work, panel: int, *, last: bool) -> int:
     return index
 
 
-def _computed_us(kinds: list[_Gpu], panel: int, machine: MachineModel) -> float:
-    """When all GPUs have computed a panel of Y1 and sent it off.
+def _computed_us(gpu: _Gpu, panel: int, machine: MachineModel, *, sent: bool = False) -> float:
+    """When a GPU has computed its part of a panel of Y1, and has stored it here or sent it.
 
-    Either the link keeps up, and each wave leaves as a burst, or the link has been busy since the
-    first wave.
+    Either the link keeps up, and each wave leaves as a burst or at its pace, or the link has been
+    busy since the first wave.
     """
-    latest_us = 0.0
-    for gpu in kinds:
-        if not gpu.up.tiles:
-            continue
-        index = _index_of(gpu.up, panel, last=True)
-        waves = _soft((index + 1) / gpu.up.ctas, machine)
-        burst_us = (index % gpu.up.ctas + 1) * gpu.up_link_us
-        linked_us = gpu.up_us + (index + 1) * gpu.up_link_us
-        sent_us = max(waves * gpu.up_us + burst_us, linked_us)
-        latest_us = max(latest_us, sent_us + machine.local_store_us(gpu.up.tile_bytes))
-    return latest_us
+    if not gpu.up.tiles:
+        return 0.0
+    index = _index_of(gpu.up, panel, last=True)
+    waves = _soft((index + 1) / gpu.up.ctas, machine)
+    computed_us = waves * gpu.up_us + gpu.up_lost_us * faded(0, waves - 1.0)
+    if not sent:
+        return computed_us + machine.local_store_us(gpu.up.tile_bytes)
+    burst_us = (index % gpu.up.ctas + 1) * gpu.up_link_us
+    if index + gpu.up.ctas < gpu.up.tiles + gpu.down.tiles:  # not the last tile of its CTA
+        burst_us = max(burst_us, pace_delay_us(gpu.up.tile, gpu.pace_us, 1.0))
+    return max(computed_us + burst_us, gpu.up_us + (index + 1) * gpu.up_link_us)
 
 
-def _row_in_us(gpu: _Gpu, kinds: list[_Gpu], machine: MachineModel) -> float:
-    """Time in which the tiles of one panel of Y1 that peers compute come in through the port."""
-    workers = [kind for kind in kinds if kind.up.tiles]
-    columns = sum(kind.count * kind.up.tiles_n for kind in workers) - gpu.up.tiles_n
-    return columns * machine.link_us(max(kind.up.tile_bytes for kind in workers))
+def _rest_us(gpu: _Gpu, kinds: list[_Gpu], panel: int, machine: MachineModel) -> float:
+    """When the part of a panel of Y1 that peers compute is there."""
+    senders = [kind for kind in kinds if kind.up.tiles and (kind is not gpu or kind.count > 1)]
+    if not senders:
+        return 0.0
+    sent_us = max(_computed_us(kind, panel, machine, sent=True) for kind in senders)
+    first_us = min(kind.up_us for kind in senders)
+    row_tiles = sum((kind.count - (kind is gpu)) * kind.up.tiles_n for kind in senders)
+    row_in_us = row_tiles * machine.link_us(max(kind.up.tile_bytes for kind in senders))
+    return max(sent_us, first_us + (panel + 1) * row_in_us) + machine.flag_us
 
 
 def _soft(waves: float, machine: MachineModel) -> float:
@@ -188,14 +198,19 @@ def _soft(waves: float, machine: MachineModel) -> float:
     return max(1.0, waves + machine.wave_softness * (math.ceil(waves) - waves))
 
 
-def _end_us(gpu: _Gpu, panels: list[int], ready_us: list[float], machine: MachineModel) -> float:
+def _end_us(
+    gpu: _Gpu, kinds: list[_Gpu], panels: list[tuple[int, int]], machine: MachineModel
+) -> float:
     """When the last CTA of a GPU has its last tile, and that is stored locally."""
     end_us = _unhindered_us(gpu, machine)
     down = gpu.down
     if down.tiles:
-        for panel, ready in zip(panels, ready_us, strict=True):
+        for panel, y1_panel in panels:
+            own_us = _computed_us(gpu, y1_panel, machine)
+            rest_us = _rest_us(gpu, kinds, y1_panel, machine) - gpu.own_part * gpu.down_us
             left = down.tiles - _index_of(down, panel, last=False)
-            end_us = max(end_us, ready + _soft(left / down.ctas, machine) * gpu.down_us)
+            waves = _soft(left / down.ctas, machine)
+            end_us = max(end_us, max(own_us, rest_us) + waves * gpu.down_us)
     return end_us + machine.local_store_us((down if down.tiles else gpu.up).tile_bytes)
 
 
@@ -208,7 +223,9 @@ def _unhindered_us(gpu: _Gpu, machine: MachineModel) -> float:
         ups = -(-(up_tiles - cta) // ctas)
         downs = -(-(tiles - cta) // ctas) - ups
         ups_us = gpu.up_us + (ups - 1) * gpu.up_period_us if ups > 0 else 0.0
-        fullest_us = max(fullest_us, ups_us + downs * gpu.down_us)
+        lost_us = gpu.up_lost_us * faded(0, ups if downs else ups - 1)
+        lost_us += gpu.down_lost_us * faded(ups, downs - 1)
+        fullest_us = max(fullest_us, ups_us + lost_us + downs * gpu.down_us)
     mean_us = (up_tiles * gpu.up_us + gpu.down.tiles * gpu.down_us) / ctas
     return mean_us + machine.wave_softness * (fullest_us - mean_us)
 

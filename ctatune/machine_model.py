@@ -19,7 +19,11 @@ DEFAULT_PLATFORM = "nvidia-h200-nv18"
 ELEMENT_BYTES = DTYPES["bf16"]
 L2_SHARE = 0.5  # of L2 that one operand can count on while the other streams through
 _Z90 = 1.645  # two-sided 90 % of a normal distribution
-_MAY_BE_ZERO = {"droop_fraction", "wave_softness", "flag_us", "launch_us", "tile_us"}
+# A burst of peer stores cost the next four tiles 19, 14, 6 and 2 us, as CTAs drift apart; stored at
+# a pace that just fills the time of the burst, 3 and 1 us (4096x8192x8192, 2026-11-30).
+_BURST_FADE = 0.55  # of the loss from one tile of a CTA to its next
+_PACED_PART = 0.1  # of the loss that pacing leaves
+_MAY_BE_ZERO = {"burst_loss", "droop_fraction", "wave_softness", "flag_us", "launch_us", "tile_us"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +79,7 @@ class MachineModel:
     flag_us: float
     launch_us: float
     cublas_launch_us: float
+    burst_loss: float
     tile_us: float
     epilogue_gbps: float
     droop_fraction: float
@@ -109,6 +114,17 @@ class MachineModel:
     def link_us(self, size_bytes: float) -> float:
         """Time that a transfer occupies one direction of one GPU's link."""
         return size_bytes / self.link_gbps * 1e-3
+
+    def burst_loss_us(self, work: Work, peers: int, pace_us: float, tile_us: float) -> float:
+        """What the first burst of stores to peers takes from the sender's next tile.
+
+        All CTAs end a tile together; while their stores saturate the link, loads are held up.
+        """
+        burst_us = min(work.active * self.link_us(work.tile_bytes * peers), tile_us)
+        if not burst_us:
+            return 0.0
+        unpaced = max(_PACED_PART, 1.0 - pace_us * (work.tile.n // TILE_K) / burst_us)
+        return self.burst_loss * burst_us * unpaced
 
     def local_store_us(self, size_bytes: float) -> float:
         """Time in which one SM stores to its own GPU's memory."""
@@ -163,6 +179,16 @@ class MachineModel:
         fits = rows * work.tile.m * row_bytes <= cache_bytes
         input_passes = 1.0 if fits else max(1.0, work.tiles_n * rows / work.active)
         return row_bytes * (work.m * input_passes + work.columns * weight_passes)
+
+
+def faded(first: int, count: float = 1) -> float:
+    """Sum of the parts of the first burst's loss that `count` bursts of a CTA from `first` cost."""
+    return _BURST_FADE**first * (1.0 - _BURST_FADE ** max(0.0, count)) / (1.0 - _BURST_FADE)
+
+
+def pace_delay_us(tile: Tile, pace_us: float, turn: float) -> float:
+    """How late the last slab of a paced tile leaves; `turn` in [0, 1) is the CTA's among all."""
+    return pace_us * (tile.n // TILE_K - 1 + turn)
 
 
 def wgmma_rows(tile: Tile) -> int:

@@ -10,15 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ctatune.errors import CtatuneError
+from ctatune.errors import ScheduleError
 from ctatune.schedule import DOWN, UP, Schedule
 
 Matrix = NDArray[np.float32]
 _SPEED_OCTAVES = 6.0  # the fastest CTA may run 64 times as fast as the slowest
-
-
-class ScheduleError(CtatuneError):
-    """A schedule blocks for ever, writes an output twice, or leaves a promised one unwritten."""
 
 
 def round_bf16(values: NDArray[np.floating]) -> Matrix:
@@ -55,8 +51,9 @@ def execute(
 ) -> list[Matrix]:
     """Y2 of every GPU after one call, float32, NaN where nothing is promised.
 
-    `order_seed` draws a speed for each CTA and the order in which they take their tiles.
-    `skip_wait` is the negative control: `down` does not wait for Y1, and reads NaN.
+    A step of a CTA is one `up` tile, or one segment of a `down` tile: its partial sums stay with
+    the CTA while it waits for the next segment. `order_seed` draws a speed for each CTA and the
+    order of the steps. `skip_wait` is the negative control: `down` reads NaN where Y1 is missing.
 
     Shapes: as in `expected`; every Y2 is m x n.
     Raises: ScheduleError when all CTAs are blocked, an output is written twice, or a promised
@@ -76,8 +73,7 @@ def execute(
         if chosen is None:
             raise ScheduleError(state.why_blocked(ctas_left))
         cta = ctas_left[chosen]
-        state.compute(cta)
-        cta.position += cta.stride
+        state.step(cta)
         if cta.position >= len(schedule.tiles[cta.gpu]):
             del ctas_left[chosen], slowness[chosen]
     state.check_promises()
@@ -87,19 +83,24 @@ def execute(
 @dataclass(slots=True, kw_only=True)
 class _Cta:
     gpu: int
-    position: int  # of its next tile in the GPU's list
+    position: int  # of its tile in the GPU's list
     stride: int
+    summed: int = 0  # segments that the partial sums of its `down` tile hold
+    partial: Matrix | None = None
+
+    def next_tile(self) -> None:
+        self.position += self.stride
+        self.summed, self.partial = 0, None
 
 
 class _State:
-    """Memory of all GPUs: weights cut as the schedule says, poisoned outputs, panel counters."""
+    """Memory of all GPUs: weights cut as the schedule says, poisoned outputs, counters of Y1."""
 
     def __init__(
         self, schedule: Schedule, weights: tuple[Matrix, Matrix], x: Matrix, skip_wait: bool
     ) -> None:
         problem = schedule.problem
         self.schedule, self.x, self.skip_wait = schedule, x, skip_wait
-        self.layer_tiles = (schedule.config.up, schedule.config.down)
         self.local_weights = [
             [weight[part.start : part.stop] for part in parts]
             for weight, parts in zip(weights, schedule.columns, strict=True)
@@ -108,43 +109,71 @@ class _State:
         gpus = range(problem.gpus)
         self.y = [[np.full(size, np.nan, np.float32) for _ in gpus] for size in sizes]
         self.written = [[np.zeros(size, bool) for _ in gpus] for size in sizes]
-        self.arrived = [[0] * schedule.panels for _ in gpus]
+        counters = (problem.gpus, schedule.panels, len(schedule.segments))
+        self.arrived = np.zeros(counters, dtype=int)
 
     def ready(self, cta: _Cta) -> bool:
-        return self.skip_wait or self._missing_panel(cta) is None
+        return self.skip_wait or self._missing(cta) is None
 
-    def _missing_panel(self, cta: _Cta) -> int | None:
-        """The first panel that the next tile of a CTA waits for, or None."""
-        layer, row, _, _ = self.schedule.tiles[cta.gpu][cta.position]
+    def _tile(self, cta: _Cta) -> list[int]:
+        return self.schedule.tiles[cta.gpu][cta.position].tolist()
+
+    def _segment(self, cta: _Cta) -> int:
+        """The segment that the `down` tile of a CTA sums next."""
+        return self.schedule.circle(self._tile(cta)[4])[cta.summed]
+
+    def _missing(self, cta: _Cta) -> tuple[int, int] | None:
+        """The first panel, and the segment in it, that the next step of a CTA waits for."""
+        layer, row, *_ = self._tile(cta)
         if layer == UP:
             return None
-        target = self.schedule.tiles_per_panel
-        panels = self.schedule.panels_of(int(row))
-        return next((p for p in panels if self.arrived[cta.gpu][p] < target), None)
+        segment = self._segment(cta)
+        target = self.schedule.segment_tiles[segment]
+        for panel in self.schedule.panels_of(row):
+            if self.arrived[cta.gpu, panel, segment] < target:
+                return panel, segment
+        return None
 
     def why_blocked(self, ctas: list[_Cta]) -> str:
-        gpu = ctas[0].gpu
-        panel = self._missing_panel(ctas[0])
-        assert panel is not None
+        gpu, missing = ctas[0].gpu, self._missing(ctas[0])
+        assert missing is not None
+        panel, segment = missing
         return (
             f"all {len(ctas)} unfinished CTAs are blocked: GPU {gpu} waits for panel {panel}, "
-            f"target {self.schedule.tiles_per_panel}, value {self.arrived[gpu][panel]}"
+            f"segment {segment}, target {self.schedule.segment_tiles[segment]}, "
+            f"value {self.arrived[gpu, panel, segment]}"
         )
 
-    def compute(self, cta: _Cta) -> None:
-        """Computes the next tile of a CTA and stores it to every destination."""
-        layer, row, local, col = (int(v) for v in self.schedule.tiles[cta.gpu][cta.position])
-        tile = self.layer_tiles[layer]
-        source = self.x if layer == UP else self.y[UP][cta.gpu]
-        weight = self.local_weights[layer][cta.gpu][local : local + tile.n]
-        result = linear(source[row : row + tile.m], weight)
-        if layer == UP:
-            result = round_bf16(result)
-        to = self.schedule.y1_gpus if layer == UP else self.schedule.y2_gpus[cta.gpu]
-        for gpu in to:
-            self._store(layer, gpu, row, col, result)
-            if layer == UP:
-                self.arrived[gpu][row // tile.m] += 1
+    def step(self, cta: _Cta) -> None:
+        """Takes the next step of a CTA; a tile that it completes goes to every destination."""
+        if self._tile(cta)[0] == UP:
+            self._up(cta)
+        else:
+            self._down(cta)
+
+    def _up(self, cta: _Cta) -> None:
+        _, row, local, col, segment = self._tile(cta)
+        tile = self.schedule.config.up
+        weight = self.local_weights[UP][cta.gpu][local : local + tile.n]
+        result = round_bf16(linear(self.x[row : row + tile.m], weight))
+        for gpu in self.schedule.y1_gpus:
+            self._store(UP, gpu, row, col, result)
+            self.arrived[gpu, row // tile.m, segment] += 1
+        cta.next_tile()
+
+    def _down(self, cta: _Cta) -> None:
+        """Adds one segment to the partial sums, in float32 and in the order of the schedule."""
+        _, row, local, col, _ = self._tile(cta)
+        tile, part = self.schedule.config.down, self.schedule.segments[self._segment(cta)]
+        y1 = self.y[UP][cta.gpu][row : row + tile.m, part.start : part.stop]
+        weight = self.local_weights[DOWN][cta.gpu][local : local + tile.n, part.start : part.stop]
+        added = linear(y1, weight)
+        cta.partial = added if cta.partial is None else cta.partial + added
+        cta.summed += 1
+        if cta.summed == len(self.schedule.segments):
+            for gpu in self.schedule.y2_gpus[cta.gpu]:
+                self._store(DOWN, gpu, row, col, cta.partial)
+            cta.next_tile()
 
     def _store(self, layer: int, gpu: int, row: int, col: int, result: Matrix) -> None:
         area = (slice(row, row + result.shape[0]), slice(col, col + result.shape[1]))

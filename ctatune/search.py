@@ -1,7 +1,7 @@
 """Looks for the fastest config: by measuring on GPUs, or by the simulator where there are none.
 
-Order: the baselines and the default, the best of a first estimate (few of one family), then what
-Optuna asks for; at last the finalists against each other, interleaved.
+Order: the baselines, the default and a pure pipeline, the best of a first estimate (few of one
+family), then what Optuna asks for; at last the finalists against each other, interleaved.
 Each trial is stored before the next one starts, and what is stored is not tried again.
 """
 
@@ -184,9 +184,15 @@ def rank(problem: Problem, machine: MachineModel) -> list[Config]:
 
 def _order(problem: Problem, ranked: list[Config], proposals: Proposals) -> Iterator[Config]:
     yield space.default_config(problem)
+    yield from _pipeline(ranked)
     yield from _diverse(ranked)
     yield from proposals
     yield from ranked  # where Optuna finds nothing new
+
+
+def _pipeline(ranked: list[Config]) -> list[Config]:
+    """The best pure pipeline by estimate: the paper's own form always races."""
+    return [config for config in ranked if config.mix == 0.0][:1]
 
 
 def _diverse(ranked: list[Config]) -> list[Config]:
@@ -207,17 +213,15 @@ def _diverse(ranked: list[Config]) -> list[Config]:
 def _finalists(
     problem: Problem, ranked: list[Config], known: dict[str, float | None]
 ) -> list[AnyConfig]:
-    """The best screened configs, the default and the baselines: what always races."""
+    """The best screened configs, and what always races: default, pure pipeline, baselines."""
     measured = [(us, c) for c in ranked if (us := known.get(c.canonical())) is not None]
     measured.sort(key=lambda pair: pair[0])
     if not measured:
         return []
     limit_us = measured[0][0] * FINAL_MARGIN
     chosen: list[AnyConfig] = [c for us, c in measured[:FINALISTS] if us <= limit_us]
-    default = space.default_config(problem)
-    if default not in chosen and known.get(default.canonical()) is not None:
-        chosen.append(default)
-    chosen += [c for c in BASELINES if known.get(c.canonical()) is not None]
+    always = [space.default_config(problem), *_pipeline(ranked), *BASELINES]
+    chosen += [c for c in always if c not in chosen and known.get(c.canonical()) is not None]
     return chosen
 
 

@@ -25,10 +25,19 @@ class Session:
     """One `search` command: a store, a run in it, and a worker or None for the simulator."""
 
     def __init__(
-        self, store: Store, path: Path, machine: MachineModel, worker: Worker | None, command: str
+        self,
+        store: Store,
+        path: Path,
+        machine: MachineModel,
+        worker: Worker | None,
+        *,
+        gpus: int,
+        command: str,
     ) -> None:
-        self._store, self._path, self._machine, self._worker = store, path, machine, worker
-        self._platform = worker.platform if worker else machine.platform
+        self._store, self._path, self._worker = store, path, worker
+        self._name = machine.platform.name  # before it is made larger than any that was measured
+        self._machine = machine.for_gpus(gpus)
+        self._platform = worker.platform if worker else self._machine.platform
         self._run_id = store.begin_run(
             self._platform,
             command=command,
@@ -63,7 +72,7 @@ class Session:
             activation=problem.activation,
             output=problem.output,
             db=self._path,
-            platform=self._platform.name,
+            platform=self._name,
         )
 
 
@@ -83,11 +92,11 @@ def open_session(
         raise DeviceError(f"{gpus} GPUs are asked for, this machine has {present}")
     with Store.open(path) as store:
         if simulates:
-            machine = machine_model.load(platform).for_gpus(gpus)
-            yield Session(store, path, machine, None, command)
+            machine = machine_model.load(platform)
+            yield Session(store, path, machine, None, gpus=gpus, command=command)
             return
         with Worker(gpus) as worker:
-            yield Session(store, path, _model_of(worker), worker, command)
+            yield Session(store, path, _model_of(worker), worker, gpus=gpus, command=command)
 
 
 def _model_of(worker: Worker) -> MachineModel:

@@ -177,7 +177,7 @@ struct Loader {
   Ring<kStages> at;
 
   __device__ void arm(Ring<kStages> const& r, int bytes) {
-    Barrier::wait(reinterpret_cast<Barrier::ValueType*>(&bars.empty[r.slot]), r.phase ^ 1);
+    Barrier::wait(&bars.empty[r.slot], r.phase ^ 1);
     TransactionBarrier::arrive_and_expect_tx(&bars.full[r.slot], bytes);
   }
   __device__ void load(Ring<kStages> const& r, TensorMap const& map, int offset, int col, int row) {

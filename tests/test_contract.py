@@ -92,7 +92,7 @@ def test_every_tile_at_ragged_sizes(proves, gpus, tile, sizes):
 @pytest.mark.parametrize("mix", [1.0, 0.5, 0.25, 0.0])
 def test_every_output_and_mix_on_two_gpus(proves, output: Output, mix: float):
     gpus_or_skip(2, proves)
-    problem = Problem(m=640, k=256, h=1536, n=1000, gpus=2, output=output)
+    problem = Problem(m=384, k=128, h=768, n=520, gpus=2, output=output)
     assert proves(problem, config_of(2, (128, 128, 6, 2), mix))
 
 

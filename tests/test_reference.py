@@ -9,19 +9,21 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ctatune.config import Config, Tile
+from ctatune.errors import ScheduleError
 from ctatune.problem import OUTPUTS, Output, Problem
-from ctatune.reference import ScheduleError, execute, expected, round_bf16
-from ctatune.schedule import DOWN, UP, Schedule, build
+from ctatune.reference import execute, expected, round_bf16
+from ctatune.schedule import DOWN, UP, Schedule, alone, build
 
 Matrix = NDArray[np.float32]
 Inputs = tuple[Matrix, Matrix, Matrix]
 
 
-def inputs(problem: Problem, seed: int = 0) -> Inputs:
-    """Small integers: every sum is exact in any order, so results must be equal bit by bit."""
+def inputs(problem: Problem, seed: int = 0, *, exact: bool = True) -> Inputs:
+    """Small integers, whose sums are exact in any order, or numbers whose sums depend on it."""
     rng = np.random.default_rng(seed)
     shapes = ((problem.m, problem.k), (problem.h, problem.k), (problem.n, problem.h))
-    x, up, down = (rng.integers(-3, 4, shape).astype(np.float32) for shape in shapes)
+    draws = (rng.integers(-3, 4, s) if exact else rng.standard_normal(s) for s in shapes)
+    x, up, down = (values.astype(np.float32) for values in draws)
     return x, up, down
 
 
@@ -36,7 +38,7 @@ def make(
 
 
 def check(schedule: Schedule, results: list[Matrix], wanted: Matrix) -> None:
-    """What is promised equals the reference; what is not stays poisoned."""
+    """What is promised equals the wanted bits; what is not stays poisoned."""
     problem = schedule.problem
     for gpu, y2 in enumerate(results):
         part = schedule.columns[DOWN][gpu]
@@ -68,29 +70,54 @@ tiles = st.builds(
 sizes = st.integers(1, 40).map(lambda n: 8 * n)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.data(), st.integers(1, 8), st.integers(1, 6), st.integers(0, 10**6))
-def test_any_schedule_in_any_order(data: st.DataObject, gpus: int, ctas: int, seed: int) -> None:
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    gpus = draw(st.integers(1, 8))
     problem = Problem(
-        m=data.draw(st.integers(1, 300)),
-        k=data.draw(sizes),
-        h=data.draw(sizes),
-        n=data.draw(sizes),
+        m=draw(st.integers(1, 300)),
+        k=draw(sizes),
+        h=draw(sizes),
+        n=draw(sizes),
         gpus=gpus,
-        output=data.draw(st.sampled_from(OUTPUTS)),
+        output=draw(st.sampled_from(OUTPUTS)),
     )
-    p_up = data.draw(st.integers(1, max(1, gpus - 1)))
+    p_up = draw(st.integers(1, max(1, gpus - 1)))
     config = Config(
-        up=data.draw(tiles),
-        down=data.draw(tiles),
+        up=draw(tiles),
+        down=draw(tiles),
         stages=3,
         d_slabs=4,
         stage_split=(p_up, gpus - p_up),
-        mix=data.draw(st.floats(0, 1)) if gpus > 1 else 1.0,
+        mix=draw(st.floats(0, 1)) if gpus > 1 else 1.0,
     )
-    schedule = build(problem, config)
-    values = inputs(problem, seed)
+    return build(problem, config)
+
+
+@settings(max_examples=40, deadline=None)
+@given(schedules(), st.integers(1, 6), st.integers(0, 10**6))
+def test_any_schedule_in_any_order(schedule: Schedule, ctas: int, seed: int) -> None:
+    values = inputs(schedule.problem, seed)
     check(schedule, execute(schedule, *values, ctas=ctas, order_seed=seed), expected(*values))
+
+
+@settings(max_examples=30, deadline=None)
+@given(schedules(), st.integers(1, 6), st.integers(0, 10**6))
+def test_alone_on_one_gpu_gives_the_same_bits(schedule: Schedule, ctas: int, seed: int) -> None:
+    values = inputs(schedule.problem, seed, exact=False)
+    (single,) = execute(alone(schedule), *values, ctas=3)
+    check(schedule, execute(schedule, *values, ctas=ctas, order_seed=seed), single)
+
+
+def test_another_order_of_sums_gives_other_bits() -> None:
+    """The negative control of the test above: every tile begins with segment 0."""
+    schedule = make(1.0, gpus=4)
+    values = inputs(schedule.problem, exact=False)
+    same = alone(schedule)
+    other = same.tiles[0].copy()
+    other[other[:, 0] == DOWN, 4] = 0
+    (right,), (wrong,) = execute(same, *values), execute(with_tiles(same, 0, other), *values)
+    np.testing.assert_allclose(wrong, right, rtol=1e-3, atol=1e-2)
+    assert not np.array_equal(wrong, right)
 
 
 def test_expected_rounds_y1_to_bf16() -> None:
@@ -127,15 +154,42 @@ def test_a_tile_twice_is_refused() -> None:
 def test_overlapping_tiles_of_two_gpus_are_refused() -> None:
     good = make()
     row = good.tiles[1][:1]
-    stolen = np.concatenate([row + np.array([0, 0, 0, -64], np.int32), good.tiles[1][1:]])
+    stolen = np.concatenate([row + np.array([0, 0, 0, -64, 0], np.int32), good.tiles[1][1:]])
     with pytest.raises(ScheduleError, match=r"up tile at row 0, .* a second time"):
         run(with_tiles(good, 1, stolen))
 
 
 def test_a_missing_up_tile_blocks_and_says_where() -> None:
     good = make()
-    with pytest.raises(ScheduleError, match="GPU 0 waits for panel 0, target 6, value 5"):
+    with pytest.raises(
+        ScheduleError, match="GPU 0 waits for panel 0, segment 0, target 4, value 3"
+    ):
         run(with_tiles(good, 0, good.tiles[0][1:]))
+
+
+def test_a_cta_passes_its_own_segment_and_blocks_at_the_peers() -> None:
+    """GPU 1 lacks a tile of its own: GPU 0 notices after its own segment, GPU 1 at the start."""
+    good = make()
+    broken = with_tiles(good, 1, good.tiles[1][1:])
+    with pytest.raises(
+        ScheduleError, match="GPU 0 waits for panel 0, segment 1, target 2, value 1"
+    ):
+        run(broken)
+    idle = with_tiles(broken, 0, broken.tiles[0][broken.tiles[0][:, 0] == UP])
+    with pytest.raises(
+        ScheduleError, match="GPU 1 waits for panel 0, segment 1, target 2, value 1"
+    ):
+        run(idle)
+
+
+def test_an_up_tile_counted_in_another_segment_blocks() -> None:
+    good = make()
+    wrong = good.tiles[0].copy()
+    wrong[0, 4] = 1
+    with pytest.raises(
+        ScheduleError, match="GPU 0 waits for panel 0, segment 0, target 4, value 3"
+    ):
+        run(with_tiles(good, 0, wrong))
 
 
 def test_a_missing_down_tile_is_noticed() -> None:
@@ -154,7 +208,9 @@ def test_down_before_up_blocks() -> None:
 
 def test_y1_sent_to_too_few_blocks() -> None:
     good = make(1.0)
-    with pytest.raises(ScheduleError, match="GPU 1 waits for panel 0, target 6, value 0"):
+    with pytest.raises(
+        ScheduleError, match="GPU 1 waits for panel 0, segment 1, target 3, value 0"
+    ):
         run(replace(good, y1_gpus=(0,)))
 
 

@@ -1,6 +1,7 @@
 """Schedules: every output tile exactly once, columns that partition, up before down."""
 
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from ctatune.config import Config, Tile
 from ctatune.problem import OUTPUTS, Problem
-from ctatune.schedule import DOWN, UP, Columns, Schedule, build, shares, split_columns
+from ctatune.schedule import DOWN, UP, Columns, Schedule, alone, build, shares, split_columns
 
 sizes = st.integers(1, 160).map(lambda n: 8 * n)
 tiles = st.builds(
@@ -78,7 +79,7 @@ def test_columns_partition_each_layer_in_whole_tiles(schedule: Schedule) -> None
 @given(schedules())
 def test_tiles_lie_in_their_gpus_columns_and_weights(schedule: Schedule) -> None:
     for gpu, tiles_of_gpu in enumerate(schedule.tiles):
-        for layer, _, local, col in tiles_of_gpu.tolist():
+        for layer, _, local, col, _ in tiles_of_gpu.tolist():
             part = schedule.columns[layer][gpu]
             assert part.start <= col < part.stop
             assert local == col - part.start
@@ -98,7 +99,7 @@ def test_up_precedes_down_in_each_cta(schedule: Schedule, ctas: int) -> None:
 def test_a_down_tile_waits_for_exactly_the_panels_of_its_rows(schedule: Schedule) -> None:
     up_m, m = schedule.config.up.m, schedule.problem.m
     for tiles_of_gpu in schedule.tiles:
-        for layer, row, _, _ in tiles_of_gpu.tolist():
+        for layer, row, *_ in tiles_of_gpu.tolist():
             if layer == DOWN:
                 rows = range(row, min(row + schedule.config.down.m, m))
                 assert set(schedule.panels_of(row)) == {r // up_m for r in rows}
@@ -120,14 +121,56 @@ def test_destinations_hold_what_they_read_and_what_is_promised(schedule: Schedul
 
 @relaxed
 @given(schedules())
-def test_arrivals_complete_every_panel(schedule: Schedule) -> None:
-    panels = Counter(
-        t[1] // schedule.config.up.m
+def test_arrivals_complete_every_segment_of_every_panel(schedule: Schedule) -> None:
+    arrivals = Counter(
+        (t[1] // schedule.config.up.m, t[4])
         for tiles in schedule.tiles
         for t in tiles.tolist()
         if t[0] == UP
     )
-    assert panels == dict.fromkeys(range(schedule.panels), schedule.tiles_per_panel)
+    assert arrivals == {
+        (panel, segment): count
+        for panel in range(schedule.panels)
+        for segment, count in enumerate(schedule.segment_tiles)
+    }
+
+
+@relaxed
+@given(schedules())
+def test_segments_are_the_columns_of_the_gpus_that_compute_y1(schedule: Schedule) -> None:
+    assert schedule.segments == tuple(part for part in schedule.columns[UP] if part.width)
+    assert sum(segment.width for segment in schedule.segments) == schedule.problem.h
+    for tiles_of_gpu in schedule.tiles:
+        for layer, _, _, col, segment in tiles_of_gpu.tolist():
+            if layer == UP:
+                part = schedule.segments[segment]
+                assert part.start <= col < part.stop
+
+
+@relaxed
+@given(schedules())
+def test_a_down_tile_sums_every_segment_once_and_its_own_gpus_first(schedule: Schedule) -> None:
+    count = len(schedule.segments)
+    for own, tiles_of_gpu in zip(schedule.columns[UP], schedule.tiles, strict=True):
+        for first in set(tiles_of_gpu[tiles_of_gpu[:, 0] == DOWN, 4].tolist()):
+            circle = schedule.circle(first)
+            assert sorted(circle) == list(range(count))
+            assert all((b - a) % count == 1 % count for a, b in pairwise(circle))
+            assert not own.width or schedule.segments[circle[0]] == own
+
+
+@relaxed
+@given(schedules())
+def test_alone_has_the_same_tiles_with_the_same_sums_up_first(schedule: Schedule) -> None:
+    single = alone(schedule)
+    assert (single.y1_gpus, single.y2_gpus, len(single.tiles)) == ((0,), ((0,),), 1)
+    assert single.segments == schedule.segments
+    assert np.all(np.diff(single.tiles[0][:, 0]) >= 0)
+    without_local = [0, 1, 3, 4]
+    wanted = np.concatenate(schedule.tiles)[:, without_local].tolist()
+    assert sorted(single.tiles[0][:, without_local].tolist()) == sorted(wanted)
+    assert np.array_equal(single.tiles[0][:, 2], single.tiles[0][:, 3])
+    assert [part.width for (part,) in single.columns] == [schedule.problem.h, schedule.problem.n]
 
 
 @pytest.mark.parametrize(
@@ -161,26 +204,29 @@ def test_even_split_differs_by_at_most_one_tile(count: int, tile_n: int, gpus: i
 
 
 GOLDEN = """\
-gpu 0 up 0:256 down 0:64
+gpu 0 up 0:256 down 0:64 sums 0 1
   up   0+0 64+0 0+64 64+64 0+128 64+128 0+192 64+192 128+0 128+64 128+128 128+192
   down 0+0 128+0
-gpu 1 up 256:264 down 64:200
+gpu 1 up 256:264 down 64:200 sums 1 0
   up   0+256 64+256 128+256
   down 0+64 0+128 0+192 128+64 128+128 128+192
-Y1 to 0 1, Y2 to 1 1, 3 panels of 5 tiles"""
+Y1 to 0 1, Y2 to 1 1, 3 panels of 4+1 tiles"""
 
 
 def as_text(schedule: Schedule) -> str:
     lines = []
     for gpu, tiles_of_gpu in enumerate(schedule.tiles):
         up, down = (columns[gpu] for columns in schedule.columns)
-        lines.append(f"gpu {gpu} up {up.start}:{up.stop} down {down.start}:{down.stop}")
+        circle = " ".join(map(str, schedule.circle(int(tiles_of_gpu[-1, 4]))))
+        lines.append(
+            f"gpu {gpu} up {up.start}:{up.stop} down {down.start}:{down.stop} sums {circle}"
+        )
         for layer, name in ((UP, "up  "), (DOWN, "down")):
             order = " ".join(f"{t[1]}+{t[3]}" for t in tiles_of_gpu.tolist() if t[0] == layer)
             lines.append(f"  {name} {order}")
     y1 = " ".join(map(str, schedule.y1_gpus))
     y2 = " ".join("+".join(map(str, to)) for to in schedule.y2_gpus)
-    panels = f"{schedule.panels} panels of {schedule.tiles_per_panel} tiles"
+    panels = f"{schedule.panels} panels of {'+'.join(map(str, schedule.segment_tiles))} tiles"
     return "\n".join([*lines, f"Y1 to {y1}, Y2 to {y2}, {panels}"])
 
 

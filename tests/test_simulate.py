@@ -1,8 +1,10 @@
 """The simulator: timelines that can be computed by hand, and what must hold for any of them."""
 
 import time
+from bisect import bisect_right
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,11 +12,11 @@ from hypothesis import given, settings
 from test_latency import cases
 
 from ctatune.config import Config, Tile
-from ctatune.latency import roofline_us
+from ctatune.errors import ScheduleError
+from ctatune.latency import gpu_work, roofline_us
 from ctatune.machine_model import MachineModel, load
 from ctatune.problem import Output, Problem
-from ctatune.reference import ScheduleError
-from ctatune.schedule import DOWN, UP, build
+from ctatune.schedule import DOWN, UP, Schedule, build
 from ctatune.simulate import TileSpan, Timeline, run, simulate
 from ctatune.space import default_split
 
@@ -24,7 +26,7 @@ MACHINE = load()
 def round_machine() -> MachineModel:
     """Four SMs, 1 us a K-step of a 128x128 tile, 1 us a tile, 1 us a tile on the link.
 
-    Memory, epilogue and local stores cost nothing; a flag costs 0.5 us, the launch 10.
+    Memory, epilogue, local stores and bursts cost nothing; a flag costs 0.5 us, the launch 10.
     """
     endless = 1e12
     return replace(
@@ -41,17 +43,23 @@ def round_machine() -> MachineModel:
         local_store_gbps=endless,
         flag_us=0.5,
         launch_us=10.0,
+        burst_loss=0.0,
         tile_us=1.0,
         epilogue_gbps=endless,
         droop_fraction=0.0,
     )
 
 
-def tiny(output: Output, *, mix: float = 1.0, ctas: int = 0, slabs: int = 2) -> Timeline:
+def tiny(output: Output, machine: MachineModel | None = None, **changes: Any) -> Timeline:
     problem = Problem(m=128, k=64, h=512, n=256, gpus=2, output=output)
     tile = Tile(m=128, n=128)
-    config = Config(up=tile, down=tile, stages=2, d_slabs=slabs, mix=mix, ctas=ctas)
-    return run(build(problem, config), round_machine())
+    config = replace(Config(up=tile, down=tile, stages=2, d_slabs=2), **changes)
+    return run(build(problem, config), machine or round_machine())
+
+
+def times_of_gpu_0(timeline: Timeline) -> list[float]:
+    spans = [t for t in timeline.tiles if t.gpu == 0]
+    return [time_us for tile in spans for time_us in (tile.start_us, tile.end_us)]
 
 
 def as_text(timeline: Timeline) -> str:
@@ -64,17 +72,18 @@ def as_text(timeline: Timeline) -> str:
 
 
 def test_golden_tensor_parallel() -> None:
-    """Two `up` tiles a GPU end at 12 and leave one after the other: 13, 14. With the flag, the
-    panel is complete at 14.5. `down` takes 8 K-steps and 1, the link 1, the flag 0.5.
+    """Two `up` tiles a GPU end at 12; its own are there at once. They leave one after the other
+    and with the flag are all there at 14.5, before the first half of `down` is summed. `down` takes
+    8 K-steps and 1, the link 1, the flag 0.5.
     """
     assert as_text(tiny("replicated")) == (
         "gpu 0 cta 0 up 0+0 10.00 12.00\n"
         "gpu 0 cta 1 up 0+128 10.00 12.00\n"
         "gpu 1 cta 0 up 0+256 10.00 12.00\n"
         "gpu 1 cta 1 up 0+384 10.00 12.00\n"
-        "gpu 0 cta 2 down 0+0 14.50 23.50\n"
-        "gpu 1 cta 2 down 0+128 14.50 23.50\n"
-        "end 25.00"
+        "gpu 0 cta 2 down 0+0 12.00 21.00\n"
+        "gpu 1 cta 2 down 0+128 12.00 21.00\n"
+        "end 22.50"
     )
 
 
@@ -93,23 +102,40 @@ def test_golden_pipeline() -> None:
 
 def test_golden_single_cta_with_few_slabs() -> None:
     """Half a tile of slabs: the CTA goes on when half of its transfer (1 us) is through."""
-    spans = [t for t in tiny("sharded", ctas=1, slabs=1).tiles if t.gpu == 0]
-    times_us = [time_us for tile in spans for time_us in (tile.start_us, tile.end_us)]
-    assert times_us == pytest.approx([10, 12, 12.5, 14.5, 16, 25])
+    times_us = times_of_gpu_0(tiny("sharded", ctas=1, d_slabs=1))
+    assert times_us == pytest.approx([10, 12, 12.5, 14.5, 15, 24])
+
+
+def test_golden_stall_in_the_middle_of_a_sum() -> None:
+    """A link four times as slow: the peer's half is there at 12 + 8 + 0.5, the own half is summed
+    at 12 + 4.5, and the other half takes as long again.
+    """
+    slow = replace(round_machine(), link_gbps=round_machine().link_gbps / 4)
+    assert times_of_gpu_0(tiny("sharded", slow))[-2:] == pytest.approx([12, 25])
+
+
+def test_own_tiles_are_there_after_the_local_store_without_a_flag() -> None:
+    """A local store of one tile by one SM of four takes 2 us."""
+    machine = replace(round_machine(), local_store_gbps=128 * 128 * 2 * 4 / 2 * 1e-3)
+    assert times_of_gpu_0(tiny("sharded", machine))[-2:] == pytest.approx([14, 23])
 
 
 def test_output_on_the_last_gpu_arrives_with_a_flag() -> None:
-    assert tiny("sharded").total_us == pytest.approx(23.5)
-    assert tiny("last").total_us == pytest.approx(25.0)
+    assert tiny("sharded").total_us == pytest.approx(21.0)
+    assert tiny("last").total_us == pytest.approx(22.5)
 
 
 def test_a_receivers_port_is_shared_by_its_senders() -> None:
-    """Three GPUs send one tile each to the fourth: the last is there after 3 us, not after 1."""
+    """Three GPUs send one tile each to the fourth: the last is there after 12 us, not after 4.
+    The third of a sum that it gives takes a third of 7 us.
+    """
     problem = Problem(m=128, k=64, h=384, n=128, gpus=4, output="last")
     tile = Tile(m=128, n=128)
     config = Config(up=tile, down=tile, stages=2, d_slabs=2, mix=0.0, stage_split=(3, 1))
-    down = run(build(problem, config), round_machine()).tiles[-1]
-    assert (down.gpu, down.layer, down.start_us) == (3, DOWN, pytest.approx(12 + 3 + 0.5))
+    slow = replace(round_machine(), link_gbps=round_machine().link_gbps / 4)
+    down = run(build(problem, config), slow).tiles[-1]
+    assert (down.gpu, down.layer, down.start_us) == (3, DOWN, pytest.approx(12 + 4 + 0.5))
+    assert down.end_us == pytest.approx(12 + 12 + 0.5 + 7 / 3)
 
 
 @settings(max_examples=60, deadline=None)
@@ -119,17 +145,36 @@ def test_a_timeline_obeys_the_schedule(case) -> None:
     schedule = build(problem, config)
     timeline = run(schedule, MACHINE)
     check_coverage(timeline, [tiles.tolist() for tiles in schedule.tiles])
-    computed = np.zeros(schedule.panels)
-    for tile in timeline.tiles:
-        if tile.layer == UP:
-            panel = tile.row // config.up.m
-            computed[panel] = max(computed[panel], tile.end_us)
     for tile in timeline.tiles:
         assert tile.start_us < tile.end_us <= timeline.total_us
-        if tile.layer == DOWN:
-            ready_us = max(computed[panel] for panel in schedule.panels_of(tile.row))
-            assert tile.start_us >= ready_us + MACHINE.flag_us
+    check_waits(schedule, timeline)
     assert timeline.total_us > roofline_us(problem, MACHINE, problem.gpus)
+
+
+def check_waits(schedule: Schedule, timeline: Timeline) -> None:
+    """No part of a sum began before its segment was there: what follows it fits into the tile."""
+    computed = np.zeros((schedule.panels, len(schedule.segments)))
+    starts = [segment.start for segment in schedule.segments]
+    for tile in timeline.tiles:
+        if tile.layer == UP:
+            at = tile.row // schedule.config.up.m, bisect_right(starts, tile.col) - 1
+            computed[at] = max(computed[at], tile.end_us)
+    works = gpu_work(schedule.problem, schedule.config, MACHINE)
+    for tile in timeline.tiles:
+        if tile.layer == UP:
+            continue
+        clock = MACHINE.clock(MACHINE.busy_us(works[tile.gpu]))
+        whole_us = left_us = MACHINE.tile_time_us(works[tile.gpu][DOWN], clock)
+        own = schedule.columns[UP][tile.gpu]
+        first = schedule.segments.index(own) if own.width else 0
+        assert tile.end_us - tile.start_us >= left_us - 1e-6
+        for segment in schedule.circle(first):
+            part = schedule.segments[segment]
+            flag_us = 0.0 if part == own else MACHINE.flag_us
+            ready_us = max(computed[p, segment] for p in schedule.panels_of(tile.row)) + flag_us
+            assert tile.end_us >= ready_us + left_us - 1e-6
+            left_us -= whole_us * part.width / schedule.problem.h
+        assert left_us == pytest.approx(0.0, abs=1e-6)
 
 
 def check_coverage(timeline: Timeline, lists: list[list[list[int]]]) -> None:
@@ -138,7 +183,7 @@ def check_coverage(timeline: Timeline, lists: list[list[list[int]]]) -> None:
     for tile in timeline.tiles:
         by_cta.setdefault((tile.gpu, tile.cta), []).append(tile)
     for (gpu, cta), spans in by_cta.items():
-        wanted = [(layer, row, col) for layer, row, _, col in lists[gpu][cta::132]]
+        wanted = [(layer, row, col) for layer, row, _, col, _ in lists[gpu][cta::132]]
         assert [(t.layer, t.row, t.col) for t in spans] == wanted
         assert all(a.end_us <= b.start_us for a, b in pairwise(spans))
     assert len(timeline.tiles) == sum(map(len, lists))
@@ -176,7 +221,7 @@ def test_a_missing_tile_is_an_error_not_a_hang() -> None:
     tile = Tile(m=128, n=128)
     good = build(problem, Config(up=tile, down=tile, stages=2, d_slabs=2))
     broken = replace(good, tiles=(good.tiles[0][1:], good.tiles[1]))
-    with pytest.raises(ScheduleError, match="waits for panel 0 for ever, target 4, value 3"):
+    with pytest.raises(ScheduleError, match="panel 0, segment 0 for ever, target 2, value 1"):
         run(broken, MACHINE)
 
 

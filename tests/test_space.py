@@ -35,6 +35,7 @@ problems = st.builds(
 
 def test_the_good_config_is_valid() -> None:
     assert why_invalid(GOOD, PROBLEM) is None
+    assert why_invalid(replace(GOOD, pace_us=8.0), PROBLEM) is None
 
 
 @pytest.mark.parametrize(
@@ -80,6 +81,9 @@ def test_rules_of_a_tile(layer: str, tile: Tile, slabs: int, words: tuple[str, .
         ({"stages": 1}, ("stages must be at least 2", "1")),
         ({"d_slabs": 0}, ("d_slabs must be at least 1", "0")),
         ({"stages": 4}, ("shared memory", str(SMEM_BYTES), str(smem_bytes(GOOD) + 49152 + 16))),
+        ({"pace_us": 8.0, "d_slabs": 3}, ("pace_us needs room for a whole tile", "3")),
+        ({"pace_us": 8.0, "d_slabs": 2, "up": Tile(m=128, n=128)}, ("pace_us needs", "2")),
+        ({"pace_us": 8.0, "d_slabs": 2, "down": Tile(m=128, n=128)}, ("pace_us needs", "2")),
         ({"stage_split": (2, 0)}, ("mix 1", "(1, 1)")),
         ({"stage_split": (2, 0), "mix": 0.5}, ("a GPU in each stage",)),
         ({"stage_split": (0, 2), "mix": 0.0}, ("a GPU in each stage",)),
@@ -153,6 +157,8 @@ def test_candidates_are_valid_and_distinct(problem: Problem) -> None:
     assert len({config.canonical() for config in configs}) == len(configs)
     assert any(config.mix == 1.0 for config in configs)
     assert problem.gpus == 1 or {config.mix for config in configs} >= {0.0, 0.5, 1.0}
+    paces_us = {config.pace_us for config in configs}
+    assert paces_us == {0.0} if problem.gpus == 1 else len(paces_us) > 1
 
 
 @pytest.mark.parametrize("gpus", range(1, 9))

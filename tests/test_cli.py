@@ -1,0 +1,145 @@
+"""The commands as a person types them: answers, and one clear line for everything that fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ctatune import cli, session
+from ctatune.store import Store
+from ctatune.telemetry import gpu_count
+
+SHAPE = ["--shape", "1024x8192x8192", "--gpus", "2"]
+without_gpu = pytest.mark.skipif(gpu_count() > 0, reason="this machine has a GPU")
+
+
+def ctatune(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli.main, [str(a) for a in arguments], catch_exceptions=False)
+
+
+def fails(result: Result, code: int, *words: str) -> None:
+    """One line on stderr with these words, nothing on stdout, no traceback."""
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert result.stderr.startswith("ctatune: ")
+    for word in words:
+        assert word in result.stderr
+
+
+@pytest.mark.parametrize("command", ["search", "best"])
+@pytest.mark.parametrize("shape", ["0x1x1", "4096x8192", "axbxc", "1x2x3x4x5", "", "-1x8x8"])
+def test_a_bad_shape_is_wrong_usage(tmp_path, command, shape):
+    result = ctatune(command, "--shape", shape, "--gpus", 2, "--db", tmp_path / "x.db")
+    fails(result, 2, "shape")
+
+
+def test_numbers_out_of_range_are_wrong_usage(tmp_path):
+    db = ["--db", tmp_path / "x.db"]
+    fails(ctatune("best", "--shape", "8x8x8", "--gpus", 9, *db), 2, "gpus must be")
+    fails(ctatune("search", *SHAPE, "--time", "soon", *db), 2, "10m", "'soon'")
+    fails(ctatune("best", *SHAPE, "--platform", "abacus", *db), 3, "abacus")
+
+
+def test_a_shape_that_no_config_can_run_has_no_answer(tmp_path):
+    result = ctatune("best", "--shape", "64x8x12x8", "--gpus", "2", "--db", tmp_path / "x.db")
+    fails(result, 3, "multiple of 8", "got 12")
+    result = ctatune("search", "--shape", "64x8x12x8", "--gpus", "2", "--db", tmp_path / "x.db")
+    assert result.exit_code == 3
+    assert "multiple of 8" in result.stderr
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("command", ["search", "best", "export"])
+def test_a_damaged_database_is_one_line(tmp_path, command):
+    path = tmp_path / "x.db"
+    path.write_bytes(b"SQLite format 3\0" + b"\xff" * 4000)
+    arguments = [] if command == "export" else SHAPE
+    fails(ctatune(command, *arguments, "--db", path), 1, str(path))
+    fails(ctatune(command, *arguments, "--db", tmp_path), 1, "folder")
+
+
+def test_a_folder_that_cannot_be_written_is_one_line():
+    fails(ctatune("search", *SHAPE, "--db", "/proc/nowhere/x.db"), 1, "/proc/nowhere")
+
+
+def test_fewer_gpus_than_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "gpu_count", lambda: 1)
+    result = ctatune("search", *SHAPE, "--db", tmp_path / "x.db")
+    fails(result, 1, "2 GPUs are asked for, this machine has 1")
+
+
+@without_gpu
+def test_a_search_without_gpu_says_that_it_simulates(tmp_path):
+    path = tmp_path / "x.db"
+    result = ctatune("search", *SHAPE, "--trials", 4, "--db", path, "--json")
+    assert result.exit_code == 0, result.output
+    assert result.stderr.count("simulating nvidia-h200-nv18") == 1
+    document = json.loads(result.stdout)
+    assert document["source"] == "simulated"
+    with Store.open(path) as store:
+        assert store.measurements() == []
+    again = json.loads(ctatune("best", *SHAPE, "--db", path, "--json").stdout)
+    assert (again["config"], again["source"]) == (document["config"], "simulated")
+
+
+@without_gpu
+def test_eight_gpus_that_nobody_has(tmp_path):
+    arguments = ["--shape", "512x1024x1024", "--gpus", 8, "--trials", 2]
+    result = ctatune("search", *arguments, "--db", tmp_path / "x.db", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["gpus"] == 8
+
+
+@without_gpu
+def test_sigkill_loses_at_most_the_trial_in_flight(tmp_path):
+    path = tmp_path / "x.db"
+    command = [sys.executable, "-m", "ctatune.cli", "search", *SHAPE, "--db", str(path)]
+    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+    assert child.stderr is not None
+    reported = 0
+    for line in child.stderr:
+        reported += "/40 cta" in line
+        if reported == 5:
+            break
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    with Store.open(path) as store:
+        kept = len(store.predictions())
+    assert kept >= reported + 1  # the baseline too
+    result = ctatune("search", *SHAPE, "--trials", kept + 1, "--db", path)
+    assert f"{kept}/{kept + 1} cta" in result.stderr  # goes on where it was killed
+
+
+def test_doctor_looks_at_everything(tmp_path):
+    result = ctatune("doctor", "--db", tmp_path / "x.db", "--json")
+    findings = {finding["what"]: finding for finding in json.loads(result.stdout)}
+    assert findings.keys() == {"python", "compiler", "gpus", "baselines", "database"}
+    assert findings["compiler"]["good"]
+    assert findings["database"]["good"]
+
+
+def test_best_prints_what_a_person_asks_for(tmp_path):
+    text = ctatune("best", *SHAPE, "--db", tmp_path / "x.db").stdout
+    assert "1024x8192x8192x8192 bf16 replicated on 2 x nvidia-h200-nv18" in text
+    assert " us " in text
+
+
+def test_every_command_is_in_the_readme():
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    for name in cli.main.commands:
+        assert f"ctatune {name}" in readme
+
+
+def test_help_is_quick():
+    start = time.monotonic()
+    subprocess.run([sys.executable, "-m", "ctatune.cli", "--help"], check=True, capture_output=True)
+    assert time.monotonic() - start < 2
