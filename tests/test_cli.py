@@ -17,7 +17,7 @@ from ctatune import cli, session
 from ctatune.store import Store
 from ctatune.telemetry import gpu_count
 
-SHAPE = ["--shape", "1024x8192x8192", "--gpus", "2"]
+SHAPE = ["--shape", "1536x8192x8192", "--gpus", "2"]
 without_gpu = pytest.mark.skipif(gpu_count() > 0, reason="this machine has a GPU")
 
 
@@ -129,7 +129,7 @@ def test_doctor_looks_at_everything(tmp_path):
 
 def test_best_prints_what_a_person_asks_for(tmp_path):
     text = ctatune("best", *SHAPE, "--db", tmp_path / "x.db").stdout
-    assert "1024x8192x8192x8192 bf16 replicated on 2 x nvidia-h200-nv18" in text
+    assert "1536x8192x8192x8192 bf16 replicated on 2 x nvidia-h200-nv18" in text
     assert " us " in text
 
 
