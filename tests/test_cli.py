@@ -21,7 +21,7 @@ SHAPE = ["--shape", "1536x8192x8192", "--gpus", "2"]
 without_gpu = pytest.mark.skipif(gpu_count() > 0, reason="this machine has a GPU")
 
 
-def ctatune(*arguments: str | Path) -> Result:
+def ctatune(*arguments: object) -> Result:
     return CliRunner().invoke(cli.main, [str(a) for a in arguments], catch_exceptions=False)
 
 
