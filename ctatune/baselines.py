@@ -1,94 +1,258 @@
-"""The opponents: ways to run the problem without our kernel. `single` is cuBLAS on one GPU.
+"""The opponents: ways to run the problem without our kernel (DESIGN 9), each a method like ours.
 
-Needs the extra `baselines` (nvmath-python and cuBLAS); `why_missing` says what lacks.
+They need the extra `baselines`; `why_not` says what lacks or which rule a problem breaks.
 """
 
-# The extra is not installed where the code is checked.
-# pyright: reportMissingImports=false
+# cuda-python ships no type stubs.
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
 import importlib.util
+from functools import cached_property
+from typing import Protocol
 
-import numpy as np
+from cuda.core import EventOptions
 
-from ctatune.errors import DeviceError
+from ctatune.config import Baseline
+from ctatune.cublas import Cublas
 from ctatune.gpus import Arena, Gpus
 from ctatune.launch import BF16_BYTES
-from ctatune.operands import Inputs
+from ctatune.operands import Inputs, cold_sets
 from ctatune.problem import Problem
-from ctatune.schedule import Columns
-
-_WORKSPACE_BYTES = 32 << 20  # what cuBLAS recommends on Hopper
+from ctatune.reduce import NcclAllReduce, TwoShotReduce
+from ctatune.schedule import Columns, split_columns
 
 
 def why_missing() -> str | None:
-    """Why baselines cannot run here, or None."""
-    if importlib.util.find_spec("nvmath") is None:
-        return "nvmath-python is not installed (extra `baselines`)"
+    """What baselines need and this machine lacks, or None."""
+    for module, wheel in (("nvmath", "nvmath-python"), ("nccl", "nccl4py")):
+        if importlib.util.find_spec(module) is None:
+            return f"{wheel} is not installed (extra `baselines`)"
     return None
 
 
-class Single:
-    """Both layers by cuBLAS on GPU 0, with all weights there. Y2 ends on GPU 0 alone."""
+def why_not(baseline: Baseline, problem: Problem) -> str | None:
+    """Why a baseline cannot run a problem on this machine, or None."""
+    if missing := why_missing():
+        return missing
+    if baseline.method == "single":
+        return None
+    if problem.gpus < 2 or problem.output != "replicated":
+        return f"{baseline.method} needs two GPUs and leaves Y2 replicated"
+    if baseline.method == "microbatch" and problem.gpus != 2:
+        return "microbatch has one GPU a stage: needs 2 GPUs"
+    if baseline.method == "microbatch" and baseline.chunk >= problem.m:
+        return f"a chunk must have fewer rows than there are ({problem.m}), got {baseline.chunk}"
+    return None
 
-    def __init__(
-        self, gpus: Gpus, arena: Arena, problem: Problem, inputs: Inputs, sets: int
-    ) -> None:
-        from nvmath.bindings import cublas
 
-        self._gpus, self._problem, self._cublas = gpus, problem, cublas
-        gpus.use(0)
-        try:
-            self._handle = cublas.create()
-        except (RuntimeError, cublas.cuBLASError) as error:
-            raise DeviceError(f"cuBLAS cannot start: {error}") from error
-        cublas.set_stream(self._handle, int(gpus.streams[0].handle))
-        workspace = arena.alloc(0, _WORKSPACE_BYTES)
-        cublas.set_workspace(self._handle, workspace, _WORKSPACE_BYTES)
-        self._y1 = arena.alloc(0, problem.m * problem.h * BF16_BYTES)
-        self.y2 = inputs.y2(0)
-        up, down = Columns(0, problem.h), Columns(0, problem.n)
-        self._sets = [
-            (inputs.x(0, i), inputs.w_up(0, up, i), inputs.w_down(0, down, i)) for i in range(sets)
-        ]
-        self._one, self._zero = np.ones(1, np.float32), np.zeros(1, np.float32)
+class Method(Protocol):
+    """What every baseline is: enqueues calls, and says where its Y2 is."""
+
+    y2: dict[int, int]
 
     def call(self, which: int = 0) -> None:
-        """Enqueue one call on operand set `which`."""
-        x, w_up, w_down = self._sets[which % len(self._sets)]
-        self._gpus.use(0)
-        self._gemm(x, w_up, self._y1, self._problem.h, self._problem.k)
-        self._gemm(self._y1, w_down, self.y2, self._problem.n, self._problem.h)
+        """Enqueue one call on operand set `which` (modulo the number of sets)."""
+        ...
 
-    def _gemm(self, x: int, w: int, y: int, n: int, k: int) -> None:
-        """Row-major Y = X W^T is column-major Y^T = (W as k x n)^T (X as k x m)."""
-        c, bf16 = self._cublas, 14  # CUDA_R_16BF
-        c.gemm_ex(
-            self._handle,
-            c.Operation.T,
-            c.Operation.N,
-            n,
-            self._problem.m,
-            k,
-            self._one.ctypes.data,
-            w,
-            bf16,
-            k,
-            x,
-            bf16,
-            k,
-            self._zero.ctypes.data,
-            y,
-            bf16,
-            n,
-            c.ComputeType.COMPUTE_32F,
-            -1,  # CUBLAS_GEMM_DEFAULT
-        )
+    def check(self) -> None:
+        """Raise PipelineTimeoutError if a finished call waited in vain."""
+        ...
+
+
+class Libraries:
+    """cuBLAS and NCCL of one process, started when they are first needed."""
+
+    def __init__(self, gpus: Gpus) -> None:
+        self._gpus = gpus
+
+    @cached_property
+    def blas(self) -> Cublas:
+        return Cublas(self._gpus)
+
+    @cached_property
+    def nccl(self) -> NcclAllReduce:
+        return NcclAllReduce(self._gpus)
+
+
+def prepare(baseline: Baseline, libraries: Libraries, arena: Arena, inputs: Inputs) -> Method:
+    """A baseline with its weights placed and its workspace allocated."""
+    kinds = {"single": _RowSplit, "rowsplit": _RowSplit, "microbatch": _MicroBatch}
+    return kinds.get(baseline.method, _TensorParallel)(baseline, libraries, arena, inputs)
+
+
+class _RowSplit:
+    """Each GPU runs its rows through both layers with all weights, then copies Y2 to its peers.
+
+    On one GPU this is `single`.
+    """
+
+    def __init__(
+        self, baseline: Baseline, libraries: Libraries, arena: Arena, inputs: Inputs
+    ) -> None:
+        problem, gpus = inputs.problem, inputs.gpus
+        self._problem, self._gpus, self._blas = problem, gpus, libraries.blas
+        count = 1 if baseline.method == "single" else problem.gpus
+        self._rows = split_columns(problem.m, 1, [1 / count] * count)
+        self.y2 = {gpu: inputs.y2(gpu) for gpu in range(count)}
+        self._y1 = [
+            arena.alloc(gpu, max(1, rows.width) * problem.h * BF16_BYTES)
+            for gpu, rows in enumerate(self._rows)
+        ]
+        up, down = Columns(0, problem.h), Columns(0, problem.n)
+        sets = cold_sets(gpus, problem.weight_bytes // BF16_BYTES)
+        self._sets = [
+            [
+                (inputs.x(g, i, rows), inputs.w_up(g, up, i), inputs.w_down(g, down, i))
+                for g, rows in enumerate(self._rows)
+            ]
+            for i in range(sets)
+        ]
+        self._joints = _Joints(gpus, count)
+
+    def call(self, which: int = 0) -> None:
+        problem = self._problem
+        for gpu, (x, w_up, w_down) in enumerate(self._sets[which % len(self._sets)]):
+            rows = self._rows[gpu]
+            if not rows.width:
+                continue
+            offset = rows.start * problem.n * BF16_BYTES
+            y2 = self.y2[gpu] + offset
+            self._blas.gemm(gpu, x, w_up, self._y1[gpu], (rows.width, problem.h, problem.k))
+            self._blas.gemm(gpu, self._y1[gpu], w_down, y2, (rows.width, problem.n, problem.h))
+            for peer, to in self.y2.items():
+                if peer != gpu:
+                    nbytes = rows.width * problem.n * BF16_BYTES
+                    self._gpus.copy(to + offset, y2, nbytes, self._gpus.streams[gpu])
+        self._joints.join()
 
     def check(self) -> None:
         """Nothing polls here."""
 
-    def close(self) -> None:
-        """Destroy the cuBLAS handle."""
-        self._cublas.destroy(self._handle)
+
+class _Joints:
+    """Makes the streams of the first `count` GPUs wait for each other."""
+
+    def __init__(self, gpus: Gpus, count: int) -> None:
+        self._gpus = gpus
+        self._events = [_event(gpus, gpu) for gpu in range(count)]
+
+    def join(self) -> None:
+        """What is enqueued after this on any stream waits for what was enqueued on all."""
+        if len(self._events) == 1:
+            return
+        for gpu, event in enumerate(self._events):
+            self._gpus.use(gpu)
+            self._gpus.streams[gpu].record(event)
+        for gpu in range(len(self._events)):
+            self._gpus.use(gpu)
+            for peer, event in enumerate(self._events):
+                if peer != gpu:
+                    self._gpus.streams[gpu].wait(event)
+
+
+class _TensorParallel:
+    """Megatron's split: rows of W_up, columns of W_down, and a sum of bf16 partials of Y2."""
+
+    def __init__(
+        self, baseline: Baseline, libraries: Libraries, arena: Arena, inputs: Inputs
+    ) -> None:
+        problem, gpus = inputs.problem, inputs.gpus
+        self._problem, self._blas = problem, libraries.blas
+        everyone = range(problem.gpus)
+        self._parts = split_columns(problem.h, 64, [1 / problem.gpus] * problem.gpus)
+        self.y2 = {gpu: inputs.y2(gpu) for gpu in everyone}
+        self._y1 = [
+            arena.alloc(g, problem.m * part.width * BF16_BYTES)
+            for g, part in enumerate(self._parts)
+        ]
+        widest = max(part.width for part in self._parts)
+        sets = cold_sets(gpus, widest * (problem.k + problem.n))
+        down = Columns(0, problem.n)
+        self._sets = [
+            [
+                (inputs.x(g, i), inputs.w_up(g, part, i), inputs.w_down(g, down, i, part))
+                for g, part in enumerate(self._parts)
+            ]
+            for i in range(sets)
+        ]
+        elements = problem.m * problem.n
+        y2 = list(self.y2.values())
+        if baseline.method == "tp":
+            self._partials = y2
+            nccl = libraries.nccl
+            self._reduce, self.check = lambda: nccl.enqueue(y2, elements), nccl.check
+        else:
+            self._partials = [inputs.y2(gpu) for gpu in everyone]
+            two_shot = TwoShotReduce(gpus, arena, self._partials, y2, elements)
+            self._reduce, self.check = two_shot.enqueue, two_shot.check
+
+    def call(self, which: int = 0) -> None:
+        m, k, n = self._problem.m, self._problem.k, self._problem.n
+        for gpu, (x, w_up, w_down) in enumerate(self._sets[which % len(self._sets)]):
+            width = self._parts[gpu].width
+            self._blas.gemm(gpu, x, w_up, self._y1[gpu], (m, width, k))
+            self._blas.gemm(gpu, self._y1[gpu], w_down, self._partials[gpu], (m, n, width))
+        self._reduce()
+
+
+class _MicroBatch:
+    """`up` on GPU 0, `down` on GPU 1, chunk by chunk; Y1 and Y2 travel by copy engine."""
+
+    def __init__(
+        self, baseline: Baseline, libraries: Libraries, arena: Arena, inputs: Inputs
+    ) -> None:
+        problem, gpus = inputs.problem, inputs.gpus
+        self._problem, self._gpus, self._blas = problem, gpus, libraries.blas
+        self._chunks = [
+            Columns(row, min(row + baseline.chunk, problem.m))
+            for row in range(0, problem.m, baseline.chunk)
+        ]
+        self.y2 = {gpu: inputs.y2(gpu) for gpu in range(2)}
+        self._y1 = [arena.alloc(gpu, problem.m * problem.h * BF16_BYTES) for gpu in range(2)]
+        up, down = Columns(0, problem.h), Columns(0, problem.n)
+        sets = cold_sets(gpus, min(problem.h * problem.k, problem.n * problem.h))
+        self._sets = [
+            (inputs.x(0, i), inputs.w_up(0, up, i), inputs.w_down(1, down, i)) for i in range(sets)
+        ]
+        self._copies = []
+        for gpu in range(2):
+            gpus.use(gpu)
+            self._copies.append(gpus.devices[gpu].create_stream())
+        self._done = [[_event(gpus, gpu) for _ in self._chunks] for gpu in range(2)]
+        self._sent = [[_event(gpus, gpu) for _ in self._chunks] for gpu in range(2)]
+
+    def call(self, which: int = 0) -> None:
+        problem = self._problem
+        x, w_up, w_down = self._sets[which % len(self._sets)]
+        for i, rows in enumerate(self._chunks):
+            y1 = [y + rows.start * problem.h * BF16_BYTES for y in self._y1]
+            y2 = [y + rows.start * problem.n * BF16_BYTES for y in self.y2.values()]
+            part = x + rows.start * problem.k * BF16_BYTES
+            self._blas.gemm(0, part, w_up, y1[0], (rows.width, problem.h, problem.k))
+            self._send(0, i, y1[1], y1[0], rows.width * problem.h)
+            self._gpus.use(1)
+            self._gpus.streams[1].wait(self._sent[0][i])
+            self._blas.gemm(1, y1[1], w_down, y2[1], (rows.width, problem.n, problem.h))
+            self._send(1, i, y2[0], y2[1], rows.width * problem.n)
+        for gpu in range(2):  # a call ends on GPU 0 when Y2 is there, on GPU 1 when it was sent
+            self._gpus.use(gpu)
+            self._gpus.streams[gpu].wait(self._sent[1][-1])
+
+    def _send(self, gpu: int, chunk: int, to: int, source: int, elements: int) -> None:
+        """Copy what GPU `gpu` computed last, on its copy stream."""
+        self._gpus.use(gpu)
+        copies, done = self._copies[gpu], self._done[gpu][chunk]
+        self._gpus.streams[gpu].record(done)
+        copies.wait(done)
+        self._gpus.copy(to, source, elements * BF16_BYTES, copies)
+        copies.record(self._sent[gpu][chunk])
+
+    def check(self) -> None:
+        """Nothing polls here."""
+
+
+def _event(gpus: Gpus, gpu: int) -> object:
+    gpus.use(gpu)
+    return gpus.devices[gpu].create_event(EventOptions(timing_enabled=False))

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ctatune import jit
-from ctatune.config import AnyConfig, Config
+from ctatune.config import AnyConfig, Baseline, Config
 from ctatune.errors import CtatuneError, UsageError
+from ctatune.machine_model import DEFAULT_PLATFORM, MachineModel, load
 from ctatune.problem import Output, Problem, parse_shape
 from ctatune.records import PROTOCOL, Prediction, Regime
 from ctatune.rows import PredictionRow, Row
 from ctatune.seed import load_seed
 from ctatune.space import candidates, default_config, why_invalid
 from ctatune.store import Store, default_path
-
-if TYPE_CHECKING:
-    from ctatune.machine_model import MachineModel
 
 Source = Literal["measured", "simulated", "predicted"]
 
@@ -56,7 +53,7 @@ class Choice:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `json.dumps`."""
-        return asdict(self) | {"config": json.loads(self.config.canonical())}
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +87,8 @@ def best(
     problem = Problem(m=m, k=k, h=h, n=n, **kind)  # type: ignore[arg-type]  # it checks them
     user = _read(db or default_path(), problem)
     shipped = _seed_rows().get(problem.shape, ())
-    wanted = _wanted(problem, platform or _usual_platform(user))
+    usual = user.platforms[0] if len(user.platforms) == 1 else DEFAULT_PLATFORM
+    wanted = _wanted(problem, platform or usual)
     for rows, note in ((user.rows, ""), (shipped, "from the shipped measurements")):
         if choice := _measured(problem, wanted, rows, note):
             return choice
@@ -120,14 +118,6 @@ def _seed_rows() -> dict[str, list[Row]]:
     return by_shape
 
 
-def _usual_platform(user: _Known) -> str:
-    if len(user.platforms) == 1:
-        return user.platforms[0]
-    from ctatune import machine_model
-
-    return machine_model.load(None).platform.name
-
-
 def _wanted(problem: Problem, platform: str) -> dict[str, Any]:
     """What must be equal in a row that answers for the problem, by the name of the column."""
     return {
@@ -153,11 +143,17 @@ def _differences(row: Row, wanted: dict[str, Any]) -> list[str]:
 
 
 def _may_serve(row: Row) -> bool:
-    """Whether a row of the right identity is an answer: our kernel, verified, timed unmarked."""
+    """Whether a row of the right identity is an answer: verified, timed unmarked, Y2 as asked.
+
+    `single` leaves Y2 on one GPU, and `rowsplit` copies weights, which nobody allowed.
+    """
     measured = row.measurement
+    keeps = row.config.method != "rowsplit" and (
+        row.config.method != "single" or row.problem.gpus == 1
+    )
     verified = measured.verification is not None and measured.verification.passed
     timed = measured.latency_us is not None and 0.0 < measured.latency_us < math.inf
-    return row.config.method == "cta" and measured.outcome == "ok" and verified and timed
+    return keeps and measured.outcome == "ok" and verified and timed
 
 
 def _latency_us(row: Row) -> float:
@@ -176,6 +172,8 @@ def _measured(
         return None
     newest = max(able, key=lambda row: (row.run.utc, row.run_id)).run_id
     won = min((row for row in able if row.run_id == newest), key=_latency_us)
+    if won.config.method != "cta":
+        note = f"do not pipeline this: {won.config} is faster than our kernel; {note}".rstrip("; ")
     return _choice(
         problem,
         wanted,
@@ -190,10 +188,10 @@ def _measured(
 
 
 def _baselines(same: list[Row], won: Row) -> dict[str, float]:
-    """Baselines of the winner's run, of the same phase where there are some."""
+    """The fastest baseline of each method in the winner's run, of its phase where there is one."""
     run = [row for row in same if row.run_id == won.run_id and row.measurement.outcome == "ok"]
     rivals = [row for row in run if row.config.method != "cta" and row.measurement.latency_us]
-    rivals.sort(key=lambda row: row.measurement.phase == won.measurement.phase)
+    rivals.sort(key=lambda row: (row.measurement.phase == won.measurement.phase, -_latency_us(row)))
     return {row.config.method: _latency_us(row) for row in rivals}
 
 
@@ -216,33 +214,37 @@ def _computed(
     problem: Problem, wanted: dict[str, Any], user: _Known, rows: Sequence[Row]
 ) -> Choice:
     """The fastest config by the user's simulations, else by the estimate; never a failed one."""
-    from ctatune import latency, machine_model
+    from ctatune import latency  # late: imports NumPy
 
     why = _why_not_measured(wanted, rows)
     same = (row for row in rows if not _differences(row, wanted))
     failed = {row.config for row in same if row.measurement.outcome not in ("ok", "throttled")}
     try:
-        machine = machine_model.load(wanted["platform"]).for_gpus(problem.gpus)
+        machine = load(wanted["platform"]).for_gpus(problem.gpus)
     except UsageError as error:
         raise NoAnswer(f"{why}; nothing can be computed: {error}") from error
-    names = (wanted["platform"], machine.platform.name)
-    predictions = [row for row in user.predictions if row.run.platform.name in names]
+    name = machine.platform.name
+    predictions = [row for row in user.predictions if row.run.platform.name == name]
     simulated = _simulated(problem, machine, predictions, failed)
+    found: tuple[AnyConfig, Prediction] | None
     found = simulated or _estimated(problem, machine, frozenset(failed))
+    single = latency.single_us(problem, machine)
+    if problem.gpus == 1 and found and single.latency_us < found[1].latency_us:
+        found, simulated = (Baseline(method="single"), single), None
     if found is None:
         reason = why_invalid(default_config(problem), problem, sm_count=machine.platform.sm_count)
         raise NoAnswer(f"no config can run {problem.shape}: {reason or 'each one failed'}")
     config, prediction = found
     return _choice(
         problem,
-        wanted | {"platform": machine.platform.name},
+        wanted,
         config,
         latency_us=prediction.latency_us,
         interval_us=prediction.interval_us,
         source="simulated" if simulated else "predicted",
         verified=False,
-        baselines={"single": latency.single_us(problem, machine).latency_us},
-        note=f"{why}; computed by {prediction.model}, baselines too",
+        baselines={"single": single.latency_us},
+        note=f"{why}; computed by {prediction.model}, which knows no baseline but single",
     )
 
 

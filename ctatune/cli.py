@@ -11,7 +11,6 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -135,8 +134,7 @@ def search(
     problems = [_problem(shape, problem_fields) for shape in shapes]
     command = "ctatune " + shlex.join(sys.argv[1:])
     choices = []
-    with ExitStack() as stack:
-        opened = stack.enter_context(session.open_session(problems[0].gpus, db, platform, command))
+    with session.open_session(problems[0].gpus, db, platform, command) as opened:
         if opened.simulates:
             click.echo(f"ctatune: {opened.note}", err=True)
         for problem in problems:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from typing import Literal, get_args
 
 from ctatune.errors import UsageError
 
 DownAxis = Literal["n", "h"]
+BaselineMethod = Literal["single", "tp", "tp_twoshot", "microbatch", "rowsplit"]
 MAX_PACE_US = 1000.0
 
 
@@ -70,8 +72,8 @@ class Config:
             raise UsageError(f"stage_split is p_up:p_down, got {self.stage_split}")
 
     def canonical(self) -> str:
-        """The config as JSON with sorted keys and no spaces."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        """The config as JSON with sorted keys and no spaces, without fields that are default."""
+        return _canonical(self)
 
     def __str__(self) -> str:
         split = ":".join(map(str, self.stage_split))
@@ -85,16 +87,29 @@ class Config:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """A way to run the problem without our kernel; `single` is cuBLAS on one GPU."""
+    """A way to run the problem without our kernel.
 
-    method: Literal["single"] = "single"
+    `single`: cuBLAS on one GPU. `tp`: columns and rows of the weights over all GPUs, cuBLAS and an
+    all-reduce by NCCL. `tp_twoshot`: the same with our reduction over peer memory. `microbatch`:
+    `up` on one GPU, `down` on another, `chunk` rows at a time by cuBLAS and copy engines.
+    `rowsplit`: rows over GPUs, each with a copy of all weights.
+    """
+
+    method: BaselineMethod = "single"
+    chunk: int = 0
+
+    def __post_init__(self) -> None:
+        if self.method not in get_args(BaselineMethod):
+            raise UsageError(f"no such method: {self.method!r}")
+        if (self.chunk > 0) != (self.method == "microbatch"):
+            raise UsageError(f"chunk belongs to microbatch, got {self.chunk} for {self.method}")
 
     def canonical(self) -> str:
-        """The baseline as JSON with sorted keys and no spaces."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        """The baseline as JSON with sorted keys and no spaces, without fields that are default."""
+        return _canonical(self)
 
     def __str__(self) -> str:
-        return self.method
+        return f"{self.method} chunk {self.chunk}" if self.chunk else self.method
 
 
 AnyConfig = Config | Baseline
@@ -112,6 +127,18 @@ def parse_config(text: str) -> AnyConfig:
         return Config(**fields | {"up": Tile(**fields["up"]), "down": Tile(**fields["down"])})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UsageError(f"not a config: {text!r} ({error})") from error
+
+
+def _canonical(config: AnyConfig) -> str:
+    """A field that is added later, with the old behaviour as its default, changes no key."""
+    default = _defaults(type(config))
+    values = {n: v for n, v in asdict(config).items() if n not in default or v != default[n]}
+    return json.dumps(values, sort_keys=True, separators=(",", ":"))
+
+
+@cache
+def _defaults(kind: type[AnyConfig]) -> dict[str, object]:
+    return {field.name: field.default for field in fields(kind) if field.name != "method"}
 
 
 def digest(text: str) -> str:

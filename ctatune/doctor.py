@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 
 from ctatune import baselines, jit, store
 from ctatune.errors import CtatuneError
-from ctatune.records import Platform
 from ctatune.telemetry import gpu_count
 from ctatune.worker import Worker
 
@@ -25,50 +24,41 @@ class Finding:
 def examine(database: str | None = None) -> list[Finding]:
     """Everything that a search needs, in the order in which it would need it."""
     return [
-        Finding(what="python", good=sys.version_info >= (3, 11), detail=sys.version.split()[0]),
+        _try("python", lambda: (sys.version_info >= (3, 11), sys.version.split()[0])),
         _try("compiler", _compiler),
         _try("gpus", _gpus),
-        _baselines(),
+        _try("baselines", _baselines),
         _try("database", lambda: _database(database)),
     ]
 
 
-def _try(what: str, look: Callable[[], Finding | str]) -> Finding:
+def _try(what: str, look: Callable[[], tuple[bool | None, str]]) -> Finding:
     try:
-        found = look()
+        good, detail = look()
     except CtatuneError as error:
-        return Finding(what=what, good=False, detail=str(error))
-    return found if isinstance(found, Finding) else Finding(what=what, good=True, detail=found)
+        good, detail = False, str(error)
+    return Finding(what=what, good=good, detail=detail)
 
 
-def _compiler() -> str:
+def _compiler() -> tuple[bool, str]:
     jit.cubin("support")
-    return f"{jit.compiler_versions()}, cubins in {jit.cache_folder()}"
+    return True, f"{jit.compiler_versions()}, cubins in {jit.cache_folder()}"
 
 
-def _gpus() -> Finding | str:
+def _gpus() -> tuple[bool | None, str]:
     count = gpu_count()
     if count == 0:
-        detail = "none: search simulates, best answers from what is shipped"
-        return Finding(what="gpus", good=None, detail=detail)
+        return None, "none: search simulates, best answers from what is shipped"
     with Worker(count) as worker:
-        return f"{_describe(worker.platform)}; writes to every peer arrive"
+        platform = ", ".join(f"{name} {value}" for name, value in asdict(worker.platform).items())
+    return True, f"{platform}; writes to every peer arrive"
 
 
-def _describe(platform: Platform) -> str:
-    values = asdict(platform)
-    return ", ".join(f"{name} {values[name]}" for name in values)
-
-
-def _baselines() -> Finding:
+def _baselines() -> tuple[bool | None, str]:
     missing = baselines.why_missing()
-    return Finding(
-        what="baselines",
-        good=None if missing else True,
-        detail=missing or "cuBLAS by nvmath-python",
-    )
+    return (None, missing) if missing else (True, "cuBLAS by nvmath-python")
 
 
-def _database(path: str | None) -> str:
+def _database(path: str | None) -> tuple[bool, str]:
     with store.Store.open(path or store.default_path()) as opened:
-        return f"{opened.name}: {len(opened.measurements())} measurements"
+        return True, f"{opened.name}: {len(opened.measurements())} measurements"

@@ -31,6 +31,7 @@ SUPPORT = (
     "reference_gemm",
     "compare",
     "barrier",
+    "two_shot",
     "nothing",
     "delay",
     "probe_write",
@@ -150,6 +151,10 @@ class Gpus:
         self.use(gpu)
         config = LaunchConfig(grid=grid, block=block)
         launch(self.streams[gpu], config, self._support[name], *args)
+
+    def copy(self, to: int, source: int, nbytes: int, stream: Any) -> None:
+        """Enqueue a copy between any two GPUs by a copy engine."""
+        check(driver.cuMemcpyAsync(to, source, nbytes, stream.handle))
 
     @contextmanager
     def arena(self) -> Iterator[Arena]:

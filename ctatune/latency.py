@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
-from ctatune.config import Config, Tile
+from ctatune.config import Config
 from ctatune.machine_model import MachineModel, Work, faded, pace_delay_us, prediction
-from ctatune.problem import Layer, Problem
+from ctatune.problem import Problem
 from ctatune.records import Prediction, Regime
-from ctatune.schedule import DOWN, UP, shares, split_columns
+from ctatune.schedule import shares, split_columns
 
 ESTIMATE = "estimate-2"
 _MAX_PANELS = 8  # looked at; of more, an even selection with the first and the last one
@@ -25,29 +25,17 @@ _BURST = 0.5  # part of the last wave's outgoing burst that the spread of its ti
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Gpu:
-    """What GPUs with equal shares do in a call.
+class Part:
+    """What one GPU does of one layer in a call."""
 
-    `*_link_us` is of one tile to all its peers, `*_lost_us` what the first burst of such tiles
-    takes from the next tile.
-    """
+    work: Work
+    tile_us: float
+    link_us: float  # of one tile to all peers that need it
+    late_us: float  # how late the last slab of the last CTA's paced tile leaves
+    lost_us: float  # what the first burst of tiles to peers takes from the next tile
 
-    count: int  # GPUs with this share
-    up: Work
-    down: Work
-    up_us: float
-    down_us: float
-    up_link_us: float
-    down_link_us: float
-    up_lost_us: float
-    down_lost_us: float
-    own_part: float  # of Y1's columns: what a `down` tile can sum before it needs a peer's
-    pace_us: float
 
-    @property
-    def up_period_us(self) -> float:
-        """From one `up` tile of a CTA to its next: a full link holds the CTAs back."""
-        return max(self.up_us, self.up.active * self.up_link_us)
+Parts = tuple[Part, Part]
 
 
 def estimate(problem: Problem, config: Config, machine: MachineModel) -> Prediction:
@@ -55,10 +43,10 @@ def estimate(problem: Problem, config: Config, machine: MachineModel) -> Predict
 
     Source: DESIGN 8; parameters from the machine model. Some 100 to 300 us of Python.
     """
-    kinds = _kinds(problem, config, machine)
+    gpus = Counter(gpu_parts(problem, config, machine))
     panels = _looked_at(problem, config)
-    end_us = max(_end_us(gpu, kinds, panels, machine) for gpu in kinds)
-    latency_us = machine.launch_us + end_us + _tail_us(problem, kinds, machine)
+    end_us = max(_end_us(gpu, gpus, panels, machine) for gpu in gpus)
+    latency_us = machine.launch_us + end_us + _tail_us(problem, gpus, machine)
     return prediction(latency_us, machine.estimate_log_sigma, ESTIMATE)
 
 
@@ -88,59 +76,47 @@ def roofline_us(
     return max(flops_us, read_bytes / (gpus * machine.peak_hbm_gbps) * 1e-3)
 
 
-def gpu_work(problem: Problem, config: Config, machine: MachineModel) -> list[tuple[Work, Work]]:
-    """The parts of both layers on each GPU; GPUs with equal parts share the objects."""
-    ctas = config.ctas or machine.platform.sm_count
-    parts = [
+def gpu_parts(problem: Problem, config: Config, machine: MachineModel) -> list[Parts]:
+    """The parts of both layers on each GPU; GPUs that do the same share the objects."""
+    layers = tuple(zip(problem.layers, (config.up, config.down), strict=True))
+    up, down = (
         split_columns(layer.outputs, tile.n, shares(stage, config, problem.gpus))
-        for stage, layer, tile in _layers(problem, config)
-    ]
-    known: dict[tuple[int, int], Work] = {}
-    for stage, layer, tile in _layers(problem, config):
-        for columns in {part.width for part in parts[stage]}:
-            known[stage, columns] = Work(
-                m=problem.m, inputs=layer.inputs, columns=columns, tile=tile, ctas=ctas
-            )
-    return [(known[UP, up.width], known[DOWN, down.width]) for up, down in zip(*parts, strict=True)]
+        for stage, (layer, tile) in enumerate(layers)
+    )
+    ctas = config.ctas or machine.platform.sm_count
+    y1_gpus = sum(columns.width > 0 for columns in down)
+    last = problem.gpus - 1
 
-
-def _layers(problem: Problem, config: Config) -> Iterator[tuple[int, Layer, Tile]]:
-    return zip((UP, DOWN), problem.layers, (config.up, config.down), strict=True)
-
-
-def _kinds(problem: Problem, config: Config, machine: MachineModel) -> list[_Gpu]:
-    """The GPUs of a call, those with equal shares and equally many peers only once."""
-    works = gpu_work(problem, config, machine)
-    y1_gpus = sum(down.tiles > 0 for _, down in works)
-    counts: Counter[tuple[int, int, int]] = Counter()
-    example: dict[tuple[int, int, int], tuple[Work, Work]] = {}
-    for g, (up, down) in enumerate(works):
-        to_last = int(g != problem.gpus - 1)
-        y2_peers = {"replicated": problem.gpus - 1, "sharded": 0, "last": to_last}[problem.output]
-        key = (up.columns, down.columns, y2_peers)
-        counts[key] += 1
-        example[key] = (up, down)
-    kinds: list[_Gpu] = []
-    for key, (up, down) in example.items():
-        clock = machine.clock(machine.busy_us((up, down)))
-        up_us, down_us = (machine.tile_time_us(work, clock) for work in (up, down))
-        y1_peers, pace_us = y1_gpus - (down.tiles > 0), config.pace_us
-        kinds.append(
-            _Gpu(
-                count=counts[key],
-                up=up,
-                down=down,
-                up_us=up_us,
-                down_us=down_us,
-                up_link_us=machine.link_us(up.tile_bytes * y1_peers),
-                down_link_us=machine.link_us(down.tile_bytes * key[2]),
-                up_lost_us=machine.burst_loss_us(up, y1_peers, pace_us, up_us),
-                down_lost_us=machine.burst_loss_us(down, key[2], pace_us, down_us),
-                own_part=up.columns / problem.h,
-                pace_us=pace_us,
-            )
+    @cache
+    def parts(up_columns: int, down_columns: int, y2_peers: int) -> Parts:
+        up_work, down_work = (
+            Work(m=problem.m, inputs=layer.inputs, columns=columns, tile=tile, ctas=ctas)
+            for (layer, tile), columns in zip(layers, (up_columns, down_columns), strict=True)
         )
-    return kinds
+        clock = machine.clock(machine.busy_us((up_work, down_work)))
+        y1_peers = y1_gpus - (down_columns > 0)
+        return (
+            _part(up_work, y1_peers, clock, config.pace_us, machine),
+            _part(down_work, y2_peers, clock, config.pace_us, machine),
+        )
+
+    y2_peers = {
+        "replicated": [last] * problem.gpus,
+        "sharded": [0] * problem.gpus,
+        "last": [1] * last + [0],
+    }[problem.output]
+    return [parts(up[g].width, down[g].width, y2_peers[g]) for g in range(problem.gpus)]
+
+
+def _part(work: Work, peers: int, clock: float, pace_us: float, machine: MachineModel) -> Part:
+    tile_us = machine.tile_time_us(work, clock)
+    return Part(
+        work=work,
+        tile_us=tile_us,
+        link_us=machine.link_us(work.tile_bytes * peers),
+        late_us=pace_delay_us(work.tile, pace_us, 1.0),
+        lost_us=machine.burst_loss_us(work, peers, pace_us, tile_us),
+    )
 
 
 def _looked_at(problem: Problem, config: Config) -> list[tuple[int, int]]:
@@ -152,44 +128,43 @@ def _looked_at(problem: Problem, config: Config) -> list[tuple[int, int]]:
     return [(panel, row // config.up.m) for panel, row in zip(panels, last_rows, strict=True)]
 
 
-def _index_of(work: Work, panel: int, *, last: bool) -> int:
-    """Index in the grouped raster of the first or the last tile of a panel."""
+def _indices(work: Work, panel: int) -> tuple[int, int]:
+    """Indices in the grouped raster of the first and the last tile of a panel."""
     group = work.tile.group_m
     first_row = panel // group * group
-    index = first_row * work.tiles_n + panel - first_row
-    if last:
-        index += (work.tiles_n - 1) * min(group, work.tiles_m - first_row)
-    return index
+    first = first_row * work.tiles_n + panel - first_row
+    return first, first + (work.tiles_n - 1) * min(group, work.tiles_m - first_row)
 
 
-def _computed_us(gpu: _Gpu, panel: int, machine: MachineModel, *, sent: bool = False) -> float:
+def _computed_us(gpu: Parts, panel: int, machine: MachineModel, *, sent: bool = False) -> float:
     """When a GPU has computed its part of a panel of Y1, and has stored it here or sent it.
 
     Either the link keeps up, and each wave leaves as a burst or at its pace, or the link has been
     busy since the first wave.
     """
-    if not gpu.up.tiles:
+    (up, down), work = gpu, gpu[0].work
+    if not work.tiles:
         return 0.0
-    index = _index_of(gpu.up, panel, last=True)
-    waves = _soft((index + 1) / gpu.up.ctas, machine)
-    computed_us = waves * gpu.up_us + gpu.up_lost_us * faded(0, waves - 1.0)
+    _, index = _indices(work, panel)
+    waves = _soft((index + 1) / work.ctas, machine)
+    computed_us = waves * up.tile_us + up.lost_us * faded(0, waves - 1.0)
     if not sent:
-        return computed_us + machine.local_store_us(gpu.up.tile_bytes)
-    burst_us = (index % gpu.up.ctas + 1) * gpu.up_link_us
-    if index + gpu.up.ctas < gpu.up.tiles + gpu.down.tiles:  # not the last tile of its CTA
-        burst_us = max(burst_us, pace_delay_us(gpu.up.tile, gpu.pace_us, 1.0))
-    return max(computed_us + burst_us, gpu.up_us + (index + 1) * gpu.up_link_us)
+        return computed_us + machine.local_store_us(work.tile_bytes)
+    burst_us = (index % work.ctas + 1) * up.link_us
+    if index + work.ctas < work.tiles + down.work.tiles:  # not the last tile of its CTA
+        burst_us = max(burst_us, up.late_us)
+    return max(computed_us + burst_us, up.tile_us + (index + 1) * up.link_us)
 
 
-def _rest_us(gpu: _Gpu, kinds: list[_Gpu], panel: int, machine: MachineModel) -> float:
+def _rest_us(peers: Counter[Parts], panel: int, machine: MachineModel) -> float:
     """When the part of a panel of Y1 that peers compute is there."""
-    senders = [kind for kind in kinds if kind.up.tiles and (kind is not gpu or kind.count > 1)]
+    senders = [peer for peer in peers if peer[0].work.tiles]
     if not senders:
         return 0.0
-    sent_us = max(_computed_us(kind, panel, machine, sent=True) for kind in senders)
-    first_us = min(kind.up_us for kind in senders)
-    row_tiles = sum((kind.count - (kind is gpu)) * kind.up.tiles_n for kind in senders)
-    row_in_us = row_tiles * machine.link_us(max(kind.up.tile_bytes for kind in senders))
+    sent_us = max(_computed_us(peer, panel, machine, sent=True) for peer in senders)
+    first_us = min(up.tile_us for up, _ in senders)
+    row_tiles = sum(peers[peer] * peer[0].work.tiles_n for peer in senders)
+    row_in_us = row_tiles * machine.link_us(max(up.work.tile_bytes for up, _ in senders))
     return max(sent_us, first_us + (panel + 1) * row_in_us) + machine.flag_us
 
 
@@ -199,49 +174,51 @@ def _soft(waves: float, machine: MachineModel) -> float:
 
 
 def _end_us(
-    gpu: _Gpu, kinds: list[_Gpu], panels: list[tuple[int, int]], machine: MachineModel
+    gpu: Parts, gpus: Counter[Parts], panels: list[tuple[int, int]], machine: MachineModel
 ) -> float:
     """When the last CTA of a GPU has its last tile, and that is stored locally."""
-    end_us = _unhindered_us(gpu, machine)
-    down = gpu.down
-    if down.tiles:
-        for panel, y1_panel in panels:
-            own_us = _computed_us(gpu, y1_panel, machine)
-            rest_us = _rest_us(gpu, kinds, y1_panel, machine) - gpu.own_part * gpu.down_us
-            left = down.tiles - _index_of(down, panel, last=False)
-            waves = _soft(left / down.ctas, machine)
-            end_us = max(end_us, max(own_us, rest_us) + waves * gpu.down_us)
-    return end_us + machine.local_store_us((down if down.tiles else gpu.up).tile_bytes)
+    end_us = _unhindered_us(*gpu, machine)
+    up, down = gpu
+    if not down.work.tiles:
+        return end_us + machine.local_store_us(up.work.tile_bytes)
+    peers = gpus - Counter([gpu])
+    own_part = up.work.columns / down.work.inputs  # what it can sum before it needs a peer's
+    for panel, y1_panel in panels:
+        own_us = _computed_us(gpu, y1_panel, machine)
+        rest_us = _rest_us(peers, y1_panel, machine) - own_part * down.tile_us
+        left = down.work.tiles - _indices(down.work, panel)[0]
+        waves = _soft(left / down.work.ctas, machine)
+        end_us = max(end_us, max(own_us, rest_us) + waves * down.tile_us)
+    return end_us + machine.local_store_us(down.work.tile_bytes)
 
 
-def _unhindered_us(gpu: _Gpu, machine: MachineModel) -> float:
+def _unhindered_us(up: Part, down: Part, machine: MachineModel) -> float:
     """Time of the fullest CTA if no panel had to be waited for, softened towards the mean."""
-    ctas, up_tiles = gpu.up.ctas, gpu.up.tiles
-    tiles = up_tiles + gpu.down.tiles
+    ctas, up_tiles = up.work.ctas, up.work.tiles
+    tiles = up_tiles + down.work.tiles
+    period_us = max(up.tile_us, up.work.active * up.link_us)  # a full link holds the CTAs back
     fullest_us = 0.0
     for cta in {0, up_tiles % ctas, tiles % ctas}:  # one of each kind of CTA
         ups = -(-(up_tiles - cta) // ctas)
         downs = -(-(tiles - cta) // ctas) - ups
-        ups_us = gpu.up_us + (ups - 1) * gpu.up_period_us if ups > 0 else 0.0
-        lost_us = gpu.up_lost_us * faded(0, ups if downs else ups - 1)
-        lost_us += gpu.down_lost_us * faded(ups, downs - 1)
-        fullest_us = max(fullest_us, ups_us + lost_us + downs * gpu.down_us)
-    mean_us = (up_tiles * gpu.up_us + gpu.down.tiles * gpu.down_us) / ctas
+        ups_us = up.tile_us + (ups - 1) * period_us if ups > 0 else 0.0
+        lost_us = up.lost_us * faded(0, ups if downs else ups - 1)
+        lost_us += down.lost_us * faded(ups, downs - 1)
+        fullest_us = max(fullest_us, ups_us + lost_us + downs * down.tile_us)
+    mean_us = (up_tiles * up.tile_us + down.work.tiles * down.tile_us) / ctas
     return mean_us + machine.wave_softness * (fullest_us - mean_us)
 
 
-def _tail_us(problem: Problem, kinds: list[_Gpu], machine: MachineModel) -> float:
+def _tail_us(problem: Problem, gpus: Counter[Parts], machine: MachineModel) -> float:
     """What the transfer of Y2 adds after the last tile: a burst that nothing hides, and a flag."""
     if problem.output == "sharded" or problem.gpus == 1:
         return 0.0
-    workers = [kind for kind in kinds if kind.down.tiles]
-    receivers = kinds if problem.output == "replicated" else kinds[-1:]
-    compute_us = min(kind.down.tiles / kind.down.ctas * kind.down_us for kind in workers)
-    waves = max(1.0, *(kind.down.tiles / kind.down.ctas for kind in workers))
-    out_us = max(kind.down.tiles * kind.down_link_us for kind in workers)
-    sent_bytes = sum(kind.count * kind.down.tiles * kind.down.tile_bytes for kind in workers)
-    in_us = max(
-        machine.link_us(sent_bytes - kind.down.tiles * kind.down.tile_bytes) for kind in receivers
-    )
-    link_us = max(out_us, in_us)
+    works = [down.work for _, down in gpus]
+    receivers = works if problem.output == "replicated" else works[-1:]
+    sent_bytes = sum(gpus[gpu] * gpu[1].work.tiles * gpu[1].work.tile_bytes for gpu in gpus)
+    in_us = max(machine.link_us(sent_bytes - work.tiles * work.tile_bytes) for work in receivers)
+    workers = [down for _, down in gpus if down.work.tiles]
+    link_us = max(in_us, *(down.work.tiles * down.link_us for down in workers))
+    compute_us = min(down.work.tiles / down.work.ctas * down.tile_us for down in workers)
+    waves = max(1.0, *(work.tiles / work.ctas for work in works))
     return machine.flag_us + max(_BURST * link_us / waves, link_us - compute_us)

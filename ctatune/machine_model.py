@@ -101,11 +101,10 @@ class MachineModel:
                 raise UsageError(f"{name} must not exceed {peak}, got {getattr(self, name)}")
 
     def for_gpus(self, gpus: int) -> MachineModel:
-        """The same machine with more GPUs than were measured, named as what it is: simulated."""
+        """The same machine with at least `gpus` GPUs, all linked as those that were measured."""
         if gpus <= self.platform.gpus:
             return self
-        name = f"{self.platform.name}-simulated-{gpus}"
-        return replace(self, platform=replace(self.platform, name=name, gpus=gpus))
+        return replace(self, platform=replace(self.platform, gpus=gpus))
 
     def clock(self, busy_us: float) -> float:
         """Part of the full clock that is left in a call with so much tensor time."""
@@ -146,8 +145,8 @@ class MachineModel:
         """Tensor time of one GPU in a call, averaged over its CTAs: what heats it."""
         return sum(self.tensor_us(work) * work.tiles / work.ctas for work in layers)
 
-    def epilogue_us(self, work: Work) -> float:
-        return work.tile.m * work.tile.n * ELEMENT_BYTES / self.epilogue_gbps * 1e-3
+    def epilogue_us(self, tile: Tile) -> float:
+        return tile.m * tile.n * ELEMENT_BYTES / self.epilogue_gbps * 1e-3
 
     def tile_time_us(self, work: Work, clock: float = 1.0) -> float:
         """Time from the start of a tile in a CTA to its result in shared memory.
@@ -163,7 +162,7 @@ class MachineModel:
         smem_us = (loaded_bytes + wgmma_rows(work.tile) * row_bytes) / self.smem_gbps * 1e-3
         main_us = max(self.tensor_us(work) / clock, smem_us / clock, operands_us)
         wave_us = self.hbm_bytes(work) * work.active / work.tiles / self.hbm_gbps * 1e-3
-        return self.both_us(main_us, wave_us) + self.tile_us + self.epilogue_us(work) / clock
+        return self.both_us(main_us, wave_us) + self.tile_us + self.epilogue_us(work.tile) / clock
 
     def hbm_bytes(self, work: Work) -> float:
         """Operand bytes that the part of a layer reads from HBM, given the raster's reuse in L2.
@@ -200,7 +199,7 @@ def wgmma_rows(tile: Tile) -> int:
 
 
 def load(name: str | None = None) -> MachineModel:
-    """The model of a platform by its name; the shipped H200 when None.
+    """The model of a platform by its name; the default one when None.
 
     Raises: UsageError when no file of `models/` is of that platform; it names those that are.
     """

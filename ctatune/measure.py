@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,13 +18,14 @@ from ctatune.errors import PipelineTimeoutError
 from ctatune.gpus import Arena, Gpus
 from ctatune.jit import CompileError
 from ctatune.launch import Mlp
-from ctatune.operands import Inputs, cold_sets, place
+from ctatune.operands import Inputs, cold_sets, elements_read, place
 from ctatune.problem import Problem
 from ctatune.records import KernelBuild, Measurement, Outcome, Platform, Verification
 from ctatune.schedule import Columns, build
-from ctatune.space import default_config, why_invalid
+from ctatune.space import why_invalid
+from ctatune.stats import median_interval
 from ctatune.telemetry import Telemetry
-from ctatune.timing import Chain, Timer, median_interval
+from ctatune.timing import Chain, Timer
 from ctatune.verify import Reference, promised, verify
 
 SCREEN_ROUNDS = 5
@@ -54,6 +54,7 @@ class Bench:
     def __init__(self, gpus: int) -> None:
         self._telemetry = Telemetry(gpus)
         self.gpus = Gpus(gpus)
+        self._libraries = baselines.Libraries(self.gpus)
 
     def platform(self) -> Platform:
         """The identity of this machine."""
@@ -75,20 +76,20 @@ class Bench:
     def _why_not(self, problem: Problem, config: AnyConfig) -> str | None:
         if isinstance(config, Config):
             return why_invalid(config, problem, sm_count=self.gpus.sm_count)
-        return baselines.why_missing()
+        return baselines.why_not(config, problem)
 
     def _screen(self, arena: Arena, problem: Problem, config: AnyConfig, seed: int) -> Measurement:
-        with self._verified(arena, problem, config, seed) as (contestant, proof):
-            if not proof.passed:
-                return _wrong(contestant, proof)
-            timer = Timer(self.gpus, arena)
-            calls = timer.calls_for(contestant.call)
-            timer.load(contestant.call, calls)
-            before = self._telemetry.read()
-            rounds = [timer.chain(contestant.call, calls) for _ in range(SCREEN_ROUNDS)]
-            after = self._telemetry.read()
-            single = timer.single_shot_us(contestant.call)
-            contestant.check()
+        contestant, proof = self._verified(arena, problem, config, seed)
+        if not proof.passed:
+            return _wrong(contestant, proof)
+        timer = Timer(self.gpus, arena)
+        calls = timer.calls_for(contestant.call)
+        timer.load(contestant.call, calls)
+        before = self._telemetry.read()
+        rounds = [timer.chain(contestant.call, calls) for _ in range(SCREEN_ROUNDS)]
+        after = self._telemetry.read()
+        single = timer.single_shot_us(contestant.call)
+        contestant.check()
         base = Measurement(
             outcome="ok",
             single_shot_us=single,
@@ -105,13 +106,11 @@ class Bench:
 
         Every config is verified anew. A config that fails takes no part; its row says why.
         """
-        with self.gpus.arena() as arena, ExitStack() as stack:
+        with self.gpus.arena() as arena:
             field: dict[int, tuple[Contestant, Verification]] = {}
             results: dict[int, Measurement] = {}
             for i, config in enumerate(configs):
-                contestant, proof = stack.enter_context(
-                    self._verified(arena, problem, config, seed)
-                )
+                contestant, proof = self._verified(arena, problem, config, seed)
                 if proof.passed:
                     field[i] = (contestant, proof)
                 else:
@@ -132,12 +131,11 @@ class Bench:
                 results[i] = _with_rounds(base, rounds[i])
         return [results[i] for i in range(len(configs))]
 
-    @contextmanager
     def _verified(
         self, arena: Arena, problem: Problem, config: AnyConfig, seed: int
-    ) -> Iterator[tuple[Contestant, Verification]]:
-        with self._contestant(arena, problem, config, seed) as contestant:
-            yield contestant, self.prove(problem, contestant, seed)
+    ) -> tuple[Contestant, Verification]:
+        contestant = self._contestant(arena, problem, config, seed)
+        return contestant, self.prove(problem, contestant, seed)
 
     def prove(self, problem: Problem, contestant: Contestant, seed: int) -> Verification:
         """Check two calls in a row (both parities of Y1) against the reference; the worse one."""
@@ -166,28 +164,23 @@ class Bench:
             contestant = self.cta(arena, problem, config, inputs, skip_wait=skip_wait)
             return self.prove(problem, contestant, seed).passed
 
-    @contextmanager
     def _contestant(
         self, arena: Arena, problem: Problem, config: AnyConfig, seed: int
-    ) -> Iterator[Contestant]:
+    ) -> Contestant:
         inputs = Inputs(self.gpus, arena, problem, seed)
         if isinstance(config, Config):
-            yield self.cta(arena, problem, config, inputs)
-            return
-        alone = build(replace(problem, gpus=1), default_config(replace(problem, gpus=1)))
-        single = baselines.Single(self.gpus, arena, problem, inputs, cold_sets(self.gpus, alone))
-        try:
-            yield Contestant(
-                config=config,
-                call=single.call,
-                check=single.check,
-                poison=lambda: None,
-                y2={0: single.y2},
-                where=[(0, Columns(0, problem.n))],
-                kernel=None,
-            )
-        finally:
-            single.close()
+            return self.cta(arena, problem, config, inputs)
+        method = baselines.prepare(config, self._libraries, arena, inputs)
+        whole = Columns(0, problem.n)
+        return Contestant(
+            config=config,
+            call=method.call,
+            check=method.check,
+            poison=lambda: None,
+            y2=method.y2,
+            where=[(gpu, whole) for gpu in method.y2],
+            kernel=None,
+        )
 
     def cta(
         self,
@@ -200,7 +193,7 @@ class Bench:
     ) -> Contestant:
         """The CTA-pipelined kernel as a contestant."""
         schedule = build(problem, config)
-        sets = place(inputs, schedule, cold_sets(self.gpus, schedule))
+        sets = place(inputs, schedule, cold_sets(self.gpus, elements_read(schedule)))
         mlp = Mlp(self.gpus, arena, schedule, sets, skip_wait=skip_wait)
         return Contestant(
             config=config,

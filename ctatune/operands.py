@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from ctatune.gpus import Arena, Gpus
@@ -13,79 +15,78 @@ _X, _W_UP, _W_DOWN = 0, 1, 2
 MAX_SETS = 32
 
 
-def fill(
-    gpus: Gpus,
-    gpu: int,
-    pointer: int,
-    sizes: tuple[int, int],
-    *,
-    row0: int,
-    seed: int,
-    scale: float,
-) -> None:
-    """Rows [row0, row0 + rows) of a rows x columns bf16 matrix of N(0, scale^2)."""
-    rows, columns = (np.int64(size) for size in sizes)
-    gpus.support(
-        "fill_normal",
-        gpu,
-        4 * gpus.sm_count,
-        256,
-        pointer,
-        rows,
-        columns,
-        np.int64(row0),
-        np.uint64(seed),
-        np.float32(scale),
-    )
+class Block(NamedTuple):
+    """Rows and columns of a matrix that is `width` columns wide."""
+
+    rows: Columns
+    columns: Columns
+    width: int
 
 
 class Inputs:
     """Fills the matrices of one problem. X is N(0, 1); weights keep Y1 and Y2 near N(0, 1)."""
 
     def __init__(self, gpus: Gpus, arena: Arena, problem: Problem, seed: int) -> None:
-        self._gpus, self._arena, self._problem, self._seed = gpus, arena, problem, seed
+        self.gpus, self.problem = gpus, problem
+        self._arena, self._seed = arena, seed
 
-    def _matrix(self, gpu: int, kind: int, which: int, rows: Columns, inputs: int) -> int:
-        if not rows.width:
+    def _matrix(self, gpu: int, kind: int, which: int, block: Block) -> int:
+        rows, columns = block.rows, block.columns
+        if not rows.width * columns.width:
             return 0
-        pointer = self._arena.alloc(gpu, rows.width * inputs * BF16_BYTES)
-        fill(
-            self._gpus,
+        pointer = self._arena.alloc(gpu, rows.width * columns.width * BF16_BYTES)
+        sizes = (rows.width, columns.width, rows.start, columns.start, block.width)
+        self.gpus.support(
+            "fill_normal",
             gpu,
+            4 * self.gpus.sm_count,
+            256,
             pointer,
-            (rows.width, inputs),
-            row0=rows.start,
-            seed=(self._seed * MAX_SETS + which) * 3 + kind,
-            scale=1.0 if kind == _X else inputs**-0.5,
+            *(np.int64(size) for size in sizes),
+            np.uint64((self._seed * MAX_SETS + which) * 3 + kind),
+            np.float32(1.0 if kind == _X else block.width**-0.5),
         )
         return pointer
 
-    def x(self, gpu: int, which: int = 0) -> int:
-        """X, m x k, of set `which`."""
-        return self._matrix(gpu, _X, which, Columns(0, self._problem.m), self._problem.k)
+    def x(self, gpu: int, which: int = 0, rows: Columns | None = None) -> int:
+        """The given rows (all) of X, each k long, of set `which`."""
+        k = self.problem.k
+        rows = rows or Columns(0, self.problem.m)
+        return self._matrix(gpu, _X, which, Block(rows, Columns(0, k), k))
 
     def w_up(self, gpu: int, rows: Columns, which: int = 0) -> int:
         """The given rows of W_up, each k long; 0 when there are none."""
-        return self._matrix(gpu, _W_UP, which, rows, self._problem.k)
+        k = self.problem.k
+        return self._matrix(gpu, _W_UP, which, Block(rows, Columns(0, k), k))
 
-    def w_down(self, gpu: int, rows: Columns, which: int = 0) -> int:
-        """The given rows of W_down, each h long; 0 when there are none."""
-        return self._matrix(gpu, _W_DOWN, which, rows, self._problem.h)
+    def w_down(
+        self, gpu: int, rows: Columns, which: int = 0, columns: Columns | None = None
+    ) -> int:
+        """The given rows of W_down and columns (all h) of them; 0 when there are none."""
+        h = self.problem.h
+        return self._matrix(gpu, _W_DOWN, which, Block(rows, columns or Columns(0, h), h))
 
     def y2(self, gpu: int) -> int:
         """Room for Y2, m x n."""
-        return self._arena.alloc(gpu, self._problem.m * self._problem.n * BF16_BYTES)
+        return self._arena.alloc(gpu, self.problem.m * self.problem.n * BF16_BYTES)
 
 
-def cold_sets(gpus: Gpus, schedule: Schedule) -> int:
-    """How many operand sets rotate so that no call finds its weights in L2 (twice L2 between)."""
+def cold_sets(gpus: Gpus, elements: int) -> int:
+    """How many operand sets rotate so that no call finds its weights in L2 (twice L2 between).
+
+    `elements` of weights and X are read in a call on the GPU that reads least.
+    """
+    return min(MAX_SETS, max(2, 2 * gpus.l2_bytes // (elements * BF16_BYTES) + 2))
+
+
+def elements_read(schedule: Schedule) -> int:
+    """Elements of weights and X that the GPU with the fewest reads in a call."""
     problem = schedule.problem
-    smallest = min(
+    return min(
         (schedule.columns[UP][g].width + problem.m) * problem.k
         + schedule.columns[DOWN][g].width * problem.h
         for g in range(problem.gpus)
     )
-    return min(MAX_SETS, max(2, 2 * gpus.l2_bytes // (smallest * BF16_BYTES) + 2))
 
 
 def place(inputs: Inputs, schedule: Schedule, sets: int) -> list[Operands]:

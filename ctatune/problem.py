@@ -84,6 +84,7 @@ def parse_shape(text: str) -> tuple[int, int, int, int]:
 
     Raises: UsageError when the text is no shape or a size is zero.
     """
+    text = str(text).lower()
     if not re.fullmatch(r"\d{1,9}(x\d{1,9}){2,3}", text):
         raise UsageError(f"a shape is MxKxHxN or MxKxH, for example 4096x8192x8192; got {text!r}")
     sizes = [int(part) for part in text.split("x")]

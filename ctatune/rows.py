@@ -75,14 +75,7 @@ class PredictionRow:
 
 def canonical_json(value: object) -> str:
     """JSON with sorted keys and no spaces, in one line of ASCII; nan becomes null, inf a string."""
-    try:
-        return _dump(value)
-    except ValueError:
-        return _dump(_finite(value))
-
-
-def _dump(value: object) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return json.dumps(_finite(value), sort_keys=True, separators=(",", ":"))
 
 
 def _finite(value: object) -> object:
@@ -98,6 +91,8 @@ def decode(hint: Any, value: Any) -> Any:
 
     Raises: one of DAMAGE when something is missing, unknown or of the wrong type.
     """
+    if type(value) is hint:
+        return value
     if hint == AnyConfig:
         return parse_config(value if isinstance(value, str) else json.dumps(value))
     if get_origin(hint) is UnionType:  # T | None
@@ -105,7 +100,7 @@ def decode(hint: Any, value: Any) -> Any:
     if get_origin(hint) is tuple:
         kinds = get_args(hint)
         if kinds[-1] is ...:
-            return tuple(_decode_plain(kinds[0], part) for part in value)
+            return tuple(decode(kinds[0], part) for part in value)
         return tuple(decode(kind, part) for kind, part in zip(kinds, value, strict=True))
     if is_dataclass(hint):
         hints = _hints(hint)
@@ -114,8 +109,6 @@ def decode(hint: Any, value: Any) -> Any:
 
 
 def _decode_plain(hint: Any, value: Any) -> Any:
-    if type(value) is hint:
-        return value
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
             raise ValueError(f"must be one of {get_args(hint)}, got {value!r}")

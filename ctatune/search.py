@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ctatune import latency, records, space
-from ctatune.config import AnyConfig, Baseline, Config
+from ctatune.config import AnyConfig, Config
 from ctatune.jit import kernel_hash
 from ctatune.machine_model import MachineModel
 from ctatune.problem import Problem
@@ -25,9 +25,8 @@ from ctatune.simulate import SIMULATOR, simulate
 from ctatune.store import Store
 from ctatune.worker import Worker
 
-BASELINES: tuple[AnyConfig, ...] = (Baseline(method="single"),)
 FIRST_BY_ESTIMATE = 16
-FIRST_OF_FAMILY = 2
+FIRST_OF_FAMILY = 1
 FINALISTS = 4
 FINAL_MARGIN = 1.05  # screened within this factor of the best one
 
@@ -98,7 +97,7 @@ class Hardware:
             self._keep(config, measured)
 
     def _keep(self, config: AnyConfig, measured: Measurement) -> Measurement:
-        gpus = self._problem.gpus if isinstance(config, Config) else 1
+        gpus = 1 if config.method == "single" else self._problem.gpus
         bound_us = latency.roofline_us(self._problem, self._machine, gpus)
         if measured.outcome == "ok" and (measured.latency_us or 0.0) < bound_us:
             detail = f"timing fault: {measured.latency_us} us, the roofline is {bound_us:.1f} us"
@@ -123,10 +122,12 @@ class Simulated:
         }
 
     def trial(self, config: AnyConfig) -> tuple[float | None, str]:
-        if not isinstance(config, Config):
+        if isinstance(config, Config):
+            predicted = simulate(self._problem, config, self._machine)
+        elif config.method == "single":
             predicted = latency.single_us(self._problem, self._machine)
         else:
-            predicted = simulate(self._problem, config, self._machine)
+            return None, "only `single` has a model"
         self._store.add_prediction(self._run_id, self._problem, config, predicted)
         return predicted.latency_us, ""
 
@@ -142,23 +143,29 @@ def search(
     *,
     trials: int,
     seconds: float | None = None,
+    race: bool = False,
 ) -> int:
     """Try configs until `trials` are stored for this problem (earlier runs count) or time is up.
+
+    The finalists race when a trial was made, or when `race` asks for it.
 
     Returns the number of trials made now. `KeyboardInterrupt` may end it at any moment; what was
     reported is stored.
     """
     end = time.monotonic() + seconds if seconds else None
     ranked = rank(problem, machine)
+    if not ranked:
+        return 0
     known = judge.known()
+    latencies = [known[key] for c in ranked if (key := c.canonical()) in known]
+    tried, best_us = len(latencies), _fastest(latencies)
     made = 0
-    for config in BASELINES:
-        if config.canonical() not in known:
-            known[config.canonical()] = judge.trial(config)[0]
+    for baseline in space.baselines(problem):
+        if baseline.canonical() not in known:
+            known[baseline.canonical()] = judge.trial(baseline)[0]
     proposals = Proposals(ranked, known)
     for config in _order(problem, ranked, proposals):
-        tried = sum(key not in _BASELINE_KEYS for key in known)
-        if tried >= trials or (end and time.monotonic() > end):
+        if tried + made >= trials or (end and time.monotonic() > end):
             break
         if config.canonical() in known:
             continue
@@ -166,14 +173,25 @@ def search(
         known[config.canonical()] = value
         proposals.tell(config, value)
         made += 1
-        report(_step(config, value, detail, known, done=tried + 1, goal=trials))
+        best_us = _fastest([best_us, value])
+        report(
+            Step(
+                done=tried + made,
+                goal=trials,
+                config=config,
+                latency_us=value,
+                detail=detail,
+                best_us=best_us,
+            )
+        )
     finalists = _finalists(problem, ranked, known)
-    if made and finalists:
+    if finalists and (made or race):
         judge.finals(finalists)
     return made
 
 
-_BASELINE_KEYS = {config.canonical() for config in BASELINES}
+def _fastest(latencies: Sequence[float | None]) -> float | None:
+    return min((us for us in latencies if us is not None), default=None)
 
 
 def rank(problem: Problem, machine: MachineModel) -> list[Config]:
@@ -214,28 +232,22 @@ def _finalists(
     problem: Problem, ranked: list[Config], known: dict[str, float | None]
 ) -> list[AnyConfig]:
     """The best screened configs, and what always races: default, pure pipeline, baselines."""
-    measured = [(us, c) for c in ranked if (us := known.get(c.canonical())) is not None]
-    measured.sort(key=lambda pair: pair[0])
-    if not measured:
+    screened = _by_latency(ranked, known)
+    if not screened:
         return []
-    limit_us = measured[0][0] * FINAL_MARGIN
-    chosen: list[AnyConfig] = [c for us, c in measured[:FINALISTS] if us <= limit_us]
-    always = [space.default_config(problem), *_pipeline(ranked), *BASELINES]
-    chosen += [c for c in always if c not in chosen and known.get(c.canonical()) is not None]
-    return chosen
+    limit_us = FINAL_MARGIN * screened[0][0]
+    chosen = [config for us, config in screened[:FINALISTS] if us <= limit_us]
+    always = _by_latency([space.default_config(problem), *_pipeline(ranked)], known)
+    chosen += [config for _, config in always if config not in chosen]
+    best_of_method: dict[str, AnyConfig] = {}
+    for _, baseline in _by_latency(space.baselines(problem), known):
+        best_of_method.setdefault(baseline.method, baseline)
+    return [*chosen, *best_of_method.values()]
 
 
-def _step(
-    config: Config,
-    value: float | None,
-    detail: str,
-    known: dict[str, float | None],
-    *,
-    done: int,
-    goal: int,
-) -> Step:
-    good = [us for key, us in known.items() if us is not None and key not in _BASELINE_KEYS]
-    best_us = min(good, default=None)
-    return Step(
-        done=done, goal=goal, config=config, latency_us=value, detail=detail, best_us=best_us
-    )
+def _by_latency(
+    configs: Sequence[AnyConfig], known: dict[str, float | None]
+) -> list[tuple[float, AnyConfig]]:
+    """Latency and config of those that were measured well, the fastest first."""
+    pairs = [(us, c) for c in configs if (us := known.get(c.canonical())) is not None]
+    return sorted(pairs, key=lambda pair: pair[0])

@@ -32,7 +32,8 @@ def export_lines(store: Store, *, platform: str | None = None) -> Iterator[str]:
         order[run_id] = (run.platform.name, run.utc, canonical_json(_without_id(run)))
     rows.sort(key=lambda row: (*order[row.run_id], row.trial))
     for row in rows:
-        yield canonical_json(_without_id(row) | {"run": _without_id(row.run)})
+        config = json.loads(row.config.canonical())
+        yield canonical_json(_without_id(row) | {"run": _without_id(row.run), "config": config})
 
 
 def _without_id(value: Row | Run) -> dict[str, Any]:

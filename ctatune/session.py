@@ -35,7 +35,6 @@ class Session:
         command: str,
     ) -> None:
         self._store, self._path, self._worker = store, path, worker
-        self._name = machine.platform.name  # before it is made larger than any that was measured
         self._machine = machine.for_gpus(gpus)
         self._platform = worker.platform if worker else self._machine.platform
         self._run_id = store.begin_run(
@@ -55,16 +54,25 @@ class Session:
         return f"no GPU is used: simulating {self._platform.name}; what is stored is a prediction"
 
     def search(
-        self, problem: Problem, report: search.Report, *, trials: int, seconds: float | None
+        self,
+        problem: Problem,
+        report: search.Report,
+        *,
+        trials: int,
+        seconds: float | None = None,
+        race: bool = False,
     ) -> Choice:
-        """Search one problem and look the answer up as anybody would."""
+        """Search one problem and look the answer up as anybody would.
+
+        `race`: let the finalists race even when no trial was left to make.
+        """
         machine, store, run_id = self._machine, self._store, self._run_id
         judge = (
             search.Hardware(problem, store, run_id, self._worker, machine)
             if self._worker
             else search.Simulated(problem, store, run_id, machine)
         )
-        search.search(problem, judge, machine, report, trials=trials, seconds=seconds)
+        search.search(problem, judge, machine, report, trials=trials, seconds=seconds, race=race)
         return best(
             problem.shape,
             gpus=problem.gpus,
@@ -72,7 +80,7 @@ class Session:
             activation=problem.activation,
             output=problem.output,
             db=self._path,
-            platform=self._name,
+            platform=self._platform.name,
         )
 
 

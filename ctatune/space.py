@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 
-from ctatune.config import Config, Tile
+from ctatune.config import Baseline, Config, Tile
 from ctatune.problem import DTYPES, Problem
 
 TILE_K = 64  # 128 bytes of bf16: one row of the widest TMA swizzle
@@ -119,6 +118,7 @@ SHAPES = (
 )
 GROUPS = (1, 2, 4, 8, 16)
 MIXES = (1.0, 0.75, 0.5, 0.25, 0.0)
+CHUNKS = (128, 256, 512, 1024, 2048)  # rows of a micro-batch
 PACES_US = (0.0, 4.0, 8.0, 12.0)
 
 
@@ -138,24 +138,41 @@ def default_config(problem: Problem) -> Config:
 
 def candidates(problem: Problem, *, sm_count: int = 132) -> Iterator[Config]:
     """Every valid config of the space for a problem, in a fixed order, each one once."""
-    splits = [(p, problem.gpus - p) for p in range(1, problem.gpus)]
-    ways = [(1.0, default_split(problem.gpus))] + [
-        (mix, split) for mix in MIXES if mix < 1.0 for split in splits
-    ]
-    axes = product(SHAPES, GROUPS, GROUPS, ways, PACES_US if problem.gpus > 1 else (0.0,))
-    for (m, n, stages, slabs), up_g, down_g, (mix, split), pace_us in axes:
-        rows = -(-problem.m // m)
-        if max(up_g, down_g) > 1 and max(up_g, down_g) >= 2 * rows:
-            continue  # the same order as a smaller group
-        tile = Tile(m=m, n=n)
-        config = Config(
-            up=replace(tile, group_m=up_g),
-            down=replace(tile, group_m=down_g),
-            stages=stages,
-            d_slabs=slabs,
-            stage_split=split,
-            mix=mix,
-            pace_us=pace_us,
-        )
-        if why_invalid(config, problem, sm_count=sm_count) is None:
-            yield config
+    paces = PACES_US if problem.gpus > 1 else (0.0,)
+    for (m, n, stages, slabs), way, pace_us in product(SHAPES, _ways(problem.gpus), paces):
+        mix, split = way
+        for up_group, down_group in _groups(-(-problem.m // m)):
+            config = Config(
+                up=Tile(m=m, n=n, group_m=up_group),
+                down=Tile(m=m, n=n, group_m=down_group),
+                stages=stages,
+                d_slabs=slabs,
+                stage_split=split,
+                mix=mix,
+                pace_us=pace_us,
+            )
+            if why_invalid(config, problem, sm_count=sm_count) is None:
+                yield config
+
+
+def _ways(gpus: int) -> list[tuple[float, tuple[int, int]]]:
+    """Mix and stage split: tensor parallel, and each mix with a quarter, half, three quarters up."""
+    splits = sorted({max(1, gpus * quarters // 4) for quarters in (1, 2, 3)} if gpus > 1 else ())
+    pipelines = [(mix, (p, gpus - p)) for mix in MIXES if mix < 1.0 for p in splits]
+    return [(1.0, default_split(gpus)), *pipelines]
+
+
+def _groups(rows: int) -> list[tuple[int, int]]:
+    """Tile rows walked together in each layer: at most a factor of two apart, none a repetition."""
+    useful = [group for group in GROUPS if group == 1 or group < 2 * rows]
+    return [(up, down) for up in useful for down in useful if up <= 2 * down and down <= 2 * up]
+
+
+def baselines(problem: Problem) -> list[Baseline]:
+    """Every baseline that races in a search of this problem."""
+    found = [Baseline(method="single")]
+    if problem.gpus > 1 and problem.output == "replicated":
+        found += [Baseline(method=name) for name in ("tp", "tp_twoshot", "rowsplit")]
+    if problem.gpus == 2 and problem.output == "replicated":
+        found += [Baseline(method="microbatch", chunk=c) for c in CHUNKS if c < problem.m]
+    return found

@@ -10,7 +10,7 @@ import os
 import re
 import tempfile
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +71,8 @@ class Telemetry:
     ) -> dict[str, object]:
         """For the record: readings before and after, and `marks` that forbid serving the row."""
         marks = sorted({mark for reading in before + after for mark in _marks(reading)})
-        state: dict[str, object] = {"before": list(map(_plain, before))}
-        state |= {"after": list(map(_plain, after))} | more
+        state: dict[str, object] = {"before": [asdict(reading) for reading in before]}
+        state |= {"after": [asdict(reading) for reading in after]} | more
         return state | {"marks": marks} if marks else state
 
     def platform(self, *, sm_count: int, l2_bytes: int) -> Platform:
@@ -104,10 +104,6 @@ def _read(handle: Any) -> Reading:
         reasons=pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
         others=sum(process.pid != own for process in processes),
     )
-
-
-def _plain(reading: Reading) -> dict[str, Any]:
-    return {name: getattr(reading, name) for name in Reading.__slots__}
 
 
 def _marks(reading: Reading) -> list[str]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from cuda.core import EventOptions
-from numpy.typing import NDArray
 
 from ctatune.gpus import LINE_BYTES, Arena, Gpus
 from ctatune.launch import ERROR, POLL_TIMEOUT_NS, raise_poll_error
@@ -21,7 +20,6 @@ Call = Callable[[int], None]  # enqueue one call on the operand set of that numb
 CHAIN_US = 10_000.0  # a chain should last this long: thousands of ticks of the event clock
 MIN_CALLS, MAX_CALLS = 8, 160  # at most 320 launches a stream wait at the gate (queues hold 1,024)
 LOAD_SECONDS = 1.0  # until clocks have settled under the power limit
-BOOTSTRAP = 2_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +94,3 @@ class Timer:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self.chain_us(call, calls, dependent=False)
-
-
-def median_interval(samples: NDArray[np.float64] | list[float]) -> tuple[float, float, float]:
-    """Median and its 95 % bootstrap interval (seeded, so the same samples give the same text)."""
-    values = np.asarray(samples, dtype=np.float64)
-    draws = np.random.default_rng(0).integers(0, len(values), (BOOTSTRAP, len(values)))
-    low, high = np.percentile(np.median(values[draws], axis=1), [2.5, 97.5])
-    return float(np.median(values)), float(low), float(high)

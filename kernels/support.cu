@@ -22,12 +22,14 @@ __device__ long long now_ns() {
   return t;
 }
 
-// Rows [row0, row0 + rows) of a matrix of N(0, scale^2) that depends only on seed, row and column.
+// The rows x cols block at (row0, col0) of a matrix `width` wide of N(0, scale^2). An element
+// depends only on seed, row and column.
 extern "C" __global__ void fill_normal(bf16* out, long long rows, long long cols, long long row0,
-                                       u64 seed, float scale) {
+                                       long long col0, long long width, u64 seed, float scale) {
   long long const count = rows * cols, step = (long long)gridDim.x * blockDim.x;
   for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < count; i += step) {
-    u64 const bits = mix64(mix64(seed) + (u64)(row0 * cols + i) * 0x9e3779b97f4a7c15ull);
+    u64 const at = (u64)(row0 + i / cols) * width + col0 + i % cols;
+    u64 const bits = mix64(mix64(seed) + at * 0x9e3779b97f4a7c15ull);
     float const u = ((unsigned)(bits >> 40) + 0.5f) * 0x1p-24f;
     float const angle = (unsigned)(bits & 0xffffff) * (6.2831853f * 0x1p-24f);
     out[i] = __float2bfloat16(sqrtf(-2.0f * logf(u)) * cosf(angle) * scale);
@@ -116,6 +118,78 @@ extern "C" __global__ void barrier(unsigned* const* peers, int gpus, unsigned* s
   if (atomicCAS(&error->code, 0u, kBarrierPoll) == 0u) {
     error->target = target;
     error->value = value;
+  }
+}
+
+// Sum over GPUs of bf16 partials in two shots, for tensor parallelism without NCCL: each GPU reads
+// its shard of every partial, adds in fp32 in the order of GPUs, and writes it to every Y2.
+// `flags` on each GPU: line g: calls for which GPU g's partial is ready, line 8 + g: blocks of GPU
+// g that are done with this GPU, in all calls. `calls`: finished calls; the last block moves it on.
+struct TwoShot {
+  uint4 const* partial[8];
+  uint4* y2[8];
+  unsigned* flags[8];
+  unsigned* calls;
+  PollError* error;
+  long long vectors, timeout_ns;            // of 8 elements
+  int gpus, gpu;
+};
+
+__device__ void await(unsigned* flag, unsigned target, TwoShot const& p) {
+  long long const deadline = now_ns() + p.timeout_ns;
+  unsigned value;
+  do {
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+    if ((int)(value - target) >= 0) return;
+  } while (now_ns() < deadline);
+  if (atomicCAS(&p.error->code, 0u, kBarrierPoll) == 0u) {
+    p.error->target = target;
+    p.error->value = value;
+  }
+}
+
+__device__ void tell(unsigned* flag) {
+  asm volatile("red.release.sys.global.add.u32 [%0], 1;" ::"l"(flag) : "memory");
+}
+
+extern "C" __global__ void two_shot(TwoShot const* params) {
+  TwoShot const& p = *params;
+  unsigned const call = p.calls[0] + 1;
+  if (threadIdx.x < p.gpus) {
+    if (blockIdx.x == 0) tell(p.flags[threadIdx.x] + p.gpu * kLine);
+    await(p.flags[p.gpu] + threadIdx.x * kLine, call, p);
+  }
+  __syncthreads();
+  long long const begin = p.vectors * p.gpu / p.gpus, end = p.vectors * (p.gpu + 1) / p.gpus;
+  long long const step = (long long)gridDim.x * blockDim.x;
+  for (long long i = begin + blockIdx.x * blockDim.x + threadIdx.x; i < end; i += step) {
+    float sum[8] = {};
+    for (int g = 0; g < p.gpus; ++g) {
+      uint4 const raw = __ldcv(p.partial[g] + i);
+      __nv_bfloat162 const* pair = reinterpret_cast<__nv_bfloat162 const*>(&raw);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float2 const both = __bfloat1622float2(pair[j]);
+        sum[2 * j] += both.x;
+        sum[2 * j + 1] += both.y;
+      }
+    }
+    uint4 out;
+    __nv_bfloat162* pair = reinterpret_cast<__nv_bfloat162*>(&out);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) pair[j] = __floats2bfloat162_rn(sum[2 * j], sum[2 * j + 1]);
+    for (int g = 0; g < p.gpus; ++g) p.y2[(p.gpu + g) % p.gpus][i] = out;
+  }
+  __syncthreads();
+  if (threadIdx.x < p.gpus) {
+    __threadfence_system();
+    tell(p.flags[threadIdx.x] + (8 + p.gpu) * kLine);
+    if (blockIdx.x == 0) await(p.flags[p.gpu] + (8 + threadIdx.x) * kLine, call * gridDim.x, p);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    unsigned const left = atomicAdd(&p.calls[kLine], 1u) + 1;
+    if (left % gridDim.x == 0) p.calls[0] = call;
   }
 }
 

@@ -13,7 +13,7 @@ from test_latency import cases
 
 from ctatune.config import Config, Tile
 from ctatune.errors import ScheduleError
-from ctatune.latency import gpu_work, roofline_us
+from ctatune.latency import gpu_parts, roofline_us
 from ctatune.machine_model import MachineModel, load
 from ctatune.problem import Output, Problem
 from ctatune.schedule import DOWN, UP, Schedule, build
@@ -159,7 +159,8 @@ def check_waits(schedule: Schedule, timeline: Timeline) -> None:
         if tile.layer == UP:
             at = tile.row // schedule.config.up.m, bisect_right(starts, tile.col) - 1
             computed[at] = max(computed[at], tile.end_us)
-    works = gpu_work(schedule.problem, schedule.config, MACHINE)
+    parts = gpu_parts(schedule.problem, schedule.config, MACHINE)
+    works = [(up.work, down.work) for up, down in parts]
     for tile in timeline.tiles:
         if tile.layer == UP:
             continue

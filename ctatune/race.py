@@ -1,0 +1,124 @@
+"""The table of a race: finalists and baselines that ran interleaved in one run, compared fairly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ctatune.problem import Problem
+from ctatune.rows import Row
+from ctatune.stats import median_interval
+
+HEAD = ("method", "us", "95 % interval", "to best baseline", "of ideal")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One contestant. `ratio` is its latency over the best baseline's, with the interval of the
+    median ratio over rounds; `ideal` is the share of half (1/P) of `single`'s latency."""
+
+    row: Row
+    latency_us: float
+    interval_us: tuple[float, float]
+    ratio: float
+    ratio_interval: tuple[float, float]
+    ideal: float | None
+
+    @property
+    def tie(self) -> bool:
+        """Whether the interval of the ratio to the best baseline holds 1."""
+        return self.ratio_interval[0] <= 1.0 <= self.ratio_interval[1]
+
+
+def newest(rows: Sequence[Row]) -> list[Row]:
+    """The finals of the newest run that has a baseline besides `single`, or of the newest run."""
+    good = [r for r in rows if r.measurement.phase == "final" and r.measurement.outcome == "ok"]
+    full = {r.run_id for r in good if r.config.method not in ("cta", "single")}
+    runs = [r.run_id for r in good if r.run_id in full or not full]
+    return [r for r in good if runs and r.run_id == runs[-1]]
+
+
+def compare(rows: Sequence[Row]) -> list[Line]:
+    """The lines of one race, fastest first; empty without rows."""
+    if not rows:
+        return []
+    rivals = [r for r in rows if r.config.method not in ("cta", "single")]
+    best = min(rivals or rows, key=_latency)
+    single = next((r for r in rows if r.config.method == "single"), None)
+    return [_line(row, best, single) for row in sorted(rows, key=_latency)]
+
+
+def _latency(row: Row) -> float:
+    return row.measurement.latency_us or 0.0
+
+
+def _line(row: Row, best: Row, single: Row | None) -> Line:
+    ours, theirs = (np.log(r.measurement.samples_us) for r in (row, best))
+    middle, low, high = np.exp(median_interval(ours - theirs))
+    ideal = None
+    if single is not None:
+        ideal = _latency(single) / row.problem.gpus / _latency(row)
+    return Line(
+        row=row,
+        latency_us=_latency(row),
+        interval_us=row.measurement.interval_us or (0.0, 0.0),
+        ratio=float(middle),
+        ratio_interval=(float(low), float(high)),
+        ideal=ideal,
+    )
+
+
+def cells(line: Line) -> tuple[str, ...]:
+    """The line as text, in the order of HEAD."""
+    low, high = line.interval_us
+    ratio = f"{line.ratio:.3f}" + (" (tie)" if line.tie and line.ratio != 1.0 else "")
+    ideal = "" if line.ideal is None else f"{line.ideal:.0%}"
+    return str(line.row.config), f"{line.latency_us:.1f}", f"{low:.1f} .. {high:.1f}", ratio, ideal
+
+
+def markdown(problem: Problem, lines: Sequence[Line]) -> str:
+    """The table of one race as Markdown, with what it was measured on."""
+    if not lines:
+        return f"{problem.shape}: no race is stored\n"
+    run, rounds = lines[0].row.run, len(lines[0].row.measurement.samples_us)
+    about = f"{problem.shape}, {problem.output}, {problem.gpus} x {run.platform.gpu}"
+    table = [HEAD, tuple("---" for _ in HEAD), *map(cells, lines)]
+    text = "\n".join("| " + " | ".join(row) + " |" for row in table)
+    return f"{about} ({run.utc[:10]}, {rounds} interleaved rounds):\n\n{text}\n"
+
+
+def document(lines: Sequence[Line]) -> list[dict[str, object]]:
+    """The lines as plain values for JSON."""
+    return [
+        {
+            "method": line.row.config.method,
+            "config": str(line.row.config),
+            "latency_us": line.latency_us,
+            "interval_us": line.interval_us,
+            "ratio_to_best_baseline": line.ratio,
+            "ratio_interval": line.ratio_interval,
+            "share_of_ideal": line.ideal,
+        }
+        for line in lines
+    ]
+
+
+def plot(races: dict[Problem, list[Line]], path: Path) -> None:
+    """Latency over tokens, a curve for each method, as an image (extra `plots`)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    curves: dict[str, dict[int, float]] = {}
+    for problem, lines in races.items():
+        for line in lines:
+            by_m = curves.setdefault(line.row.config.method, {})
+            by_m[problem.m] = min(line.latency_us, by_m.get(problem.m, line.latency_us))
+    for method, by_m in sorted(curves.items()):
+        axes.plot(sorted(by_m), [by_m[m] for m in sorted(by_m)], marker="o", label=method)
+    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="latency, us")
+    axes.legend()
+    figure.savefig(path)
