@@ -15,7 +15,7 @@ from ctatune.config import AnyConfig, Baseline, Config
 from ctatune.errors import CtatuneError, UsageError
 from ctatune.machine_model import DEFAULT_PLATFORM, MachineModel, load
 from ctatune.problem import Output, Problem, parse_shape
-from ctatune.records import PROTOCOL, Prediction, Regime
+from ctatune.records import PROTOCOL, Phase, Prediction, Regime
 from ctatune.rows import PredictionRow, Row
 from ctatune.seed import load_seed
 from ctatune.space import candidates, default_config, why_invalid
@@ -87,12 +87,25 @@ def best(
     problem = Problem(m=m, k=k, h=h, n=n, **kind)  # type: ignore[arg-type]  # it checks them
     user = _read(db or default_path(), problem)
     shipped = _seed_rows().get(problem.shape, ())
-    usual = user.platforms[0] if len(user.platforms) == 1 else DEFAULT_PLATFORM
-    wanted = _wanted(problem, platform or usual)
-    for rows, note in ((user.rows, ""), (shipped, "from the shipped measurements")):
-        if choice := _measured(problem, wanted, rows, note):
-            return choice
+    wanted = _wanted(problem, platform or _usual_platform(user))
+    sources = ((user.rows, ""), (shipped, "from the shipped measurements"))
+    for phase in ("final", "screen"):
+        for rows, note in sources:
+            if choice := _measured(problem, wanted, rows, phase, note):
+                return choice
     return _computed(problem, wanted, user, (*user.rows, *shipped))
+
+
+def stored_rows(problem: Problem, db: Path | None, platform: str | None) -> list[Row]:
+    """The rows that could answer for a problem: shipped ones, then the user's."""
+    user = _read(db or default_path(), problem)
+    rows = (*_seed_rows().get(problem.shape, ()), *user.rows)
+    wanted = _wanted(problem, platform or _usual_platform(user))
+    return [row for row in rows if not _differences(row, wanted)]
+
+
+def _usual_platform(user: _Known) -> str:
+    return user.platforms[0] if len(user.platforms) == 1 else DEFAULT_PLATFORM
 
 
 def _read(path: Path, problem: Problem) -> _Known:
@@ -142,18 +155,21 @@ def _differences(row: Row, wanted: dict[str, Any]) -> list[str]:
     return [f"{name} differs (row {have[name]}, now {wanted[name]})" for name in unequal]
 
 
+def _is_timed(row: Row) -> bool:
+    """Whether a row holds a latency of a verified run that nothing marked."""
+    measured = row.measurement
+    verified = measured.verification is not None and measured.verification.passed
+    timed = measured.latency_us is not None and 0.0 < measured.latency_us < math.inf
+    return measured.outcome == "ok" and verified and timed
+
+
 def _may_serve(row: Row) -> bool:
-    """Whether a row of the right identity is an answer: verified, timed unmarked, Y2 as asked.
+    """Whether a row of the right identity is an answer: well timed, and Y2 lies as asked.
 
     `single` leaves Y2 on one GPU, and `rowsplit` copies weights, which nobody allowed.
     """
-    measured = row.measurement
-    keeps = row.config.method != "rowsplit" and (
-        row.config.method != "single" or row.problem.gpus == 1
-    )
-    verified = measured.verification is not None and measured.verification.passed
-    timed = measured.latency_us is not None and 0.0 < measured.latency_us < math.inf
-    return keeps and measured.outcome == "ok" and verified and timed
+    single = row.config.method == "single" and row.problem.gpus > 1
+    return _is_timed(row) and not single and row.config.method != "rowsplit"
 
 
 def _latency_us(row: Row) -> float:
@@ -161,19 +177,27 @@ def _latency_us(row: Row) -> float:
 
 
 def _measured(
-    problem: Problem, wanted: dict[str, Any], rows: Sequence[Row], note: str
+    problem: Problem, wanted: dict[str, Any], rows: Sequence[Row], phase: Phase, note: str
 ) -> Choice | None:
-    """The fastest of the newest run, with finals where there is one; never a config once wrong."""
+    """The fastest of the newest finals, or of all screenings; never a config that ever failed.
+
+    Finals ran interleaved, so those of different runs are not compared. Screenings are only a
+    first look: the best one of all runs.
+    """
     same = [row for row in rows if not _differences(row, wanted)]
-    wrong = {row.config for row in same if row.measurement.outcome == "wrong"}
-    able = [row for row in same if _may_serve(row) and row.config not in wrong]
-    able = [row for row in able if row.measurement.phase == "final"] or able
+    failed = {row.config for row in same if row.measurement.outcome in ("wrong", "timeout")}
+    heat = [row for row in same if row.measurement.phase == phase and _is_timed(row)]
+    able = [row for row in heat if _may_serve(row) and row.config not in failed]
     if not able:
         return None
-    newest = max(able, key=lambda row: (row.run.utc, row.run_id)).run_id
-    won = min((row for row in able if row.run_id == newest), key=_latency_us)
+    if phase == "final":
+        newest = max(able, key=lambda row: (row.run.utc, row.run_id)).run_id
+        able = [row for row in able if row.run_id == newest]
+        heat = [row for row in heat if row.run_id == newest]
+    won = min(able, key=_latency_us)
     if won.config.method != "cta":
         note = f"do not pipeline this: {won.config} is faster than our kernel; {note}".rstrip("; ")
+    rivals = sorted((row for row in heat if row.config.method != "cta"), key=_latency_us)
     return _choice(
         problem,
         wanted,
@@ -182,17 +206,9 @@ def _measured(
         interval_us=won.measurement.interval_us,
         source="measured",
         verified=True,
-        baselines=_baselines(same, won),
+        baselines={row.config.method: _latency_us(row) for row in reversed(rivals)},
         note=note,
     )
-
-
-def _baselines(same: list[Row], won: Row) -> dict[str, float]:
-    """The fastest baseline of each method in the winner's run, of its phase where there is one."""
-    run = [row for row in same if row.run_id == won.run_id and row.measurement.outcome == "ok"]
-    rivals = [row for row in run if row.config.method != "cta" and row.measurement.latency_us]
-    rivals.sort(key=lambda row: (row.measurement.phase == won.measurement.phase, -_latency_us(row)))
-    return {row.config.method: _latency_us(row) for row in rivals}
 
 
 def _why_not_measured(wanted: dict[str, Any], rows: Sequence[Row]) -> str:
@@ -204,7 +220,7 @@ def _why_not_measured(wanted: dict[str, Any], rows: Sequence[Row]) -> str:
     if differences := _differences(nearest, wanted):
         return f"measured rows exist but {' and '.join(differences)}"
     if _may_serve(nearest):
-        return "measured rows exist but their config was wrong in another trial"
+        return "measured rows exist but their config failed in another trial"
     outcome = nearest.measurement.outcome
     fault = "not verified or not timed" if outcome == "ok" else f"their outcome is {outcome}"
     return f"measured rows exist but {fault}"

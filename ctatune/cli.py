@@ -59,6 +59,10 @@ def _options(*options: Callable) -> Callable:
     return apply
 
 
+_TRIALS_HELP = "Configs a shape, counting those that the database holds."
+_shape_option = click.option(
+    "--shape", "shapes", multiple=True, required=True, help="MxKxHxN, or MxKxH for N = K."
+)
 _problem_options = _options(
     click.option("--gpus", type=int, required=True, help="Number of GPUs to use."),
     click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True),
@@ -71,8 +75,11 @@ _problem_options = _options(
         help="Where Y2 must lie.",
     ),
 )
+_db_option = click.option(
+    "--db", type=click.Path(path_type=Path), help="Database file [$CTATUNE_DB]."
+)
 _common_options = _options(
-    click.option("--db", type=click.Path(path_type=Path), help="Database file [$CTATUNE_DB]."),
+    _db_option,
     click.option("--platform", help="Name of a platform instead of this machine's."),
     click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout."),
 )
@@ -88,8 +95,9 @@ def main(verbose: bool) -> None:
 
 
 @main.command()
-@_common_options
-def doctor(db: Path | None, platform: str | None, as_json: bool) -> None:  # noqa: ARG001
+@_db_option
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+def doctor(db: Path | None, as_json: bool) -> None:
     """Say what this machine has and lacks; peer access is probed by real writes."""
     from ctatune.doctor import examine
 
@@ -105,16 +113,8 @@ def doctor(db: Path | None, platform: str | None, as_json: bool) -> None:  # noq
 
 
 @main.command()
-@click.option(
-    "--shape", "shapes", multiple=True, required=True, help="MxKxHxN, or MxKxH for N = K."
-)
-@click.option(
-    "--trials",
-    type=click.IntRange(1),
-    default=40,
-    show_default=True,
-    help="Configs a shape, counting those that the database holds.",
-)
+@_shape_option
+@click.option("--trials", type=click.IntRange(1), default=40, show_default=True, help=_TRIALS_HELP)
 @click.option("--time", "time_text", help="Time a shape at most, such as 90s or 10m.")
 @_problem_options
 @_common_options
@@ -132,9 +132,8 @@ def search(
 
     seconds = _seconds(time_text) if time_text else None
     problems = [_problem(shape, problem_fields) for shape in shapes]
-    command = "ctatune " + shlex.join(sys.argv[1:])
     choices = []
-    with session.open_session(problems[0].gpus, db, platform, command) as opened:
+    with session.open_session(problems[0].gpus, db, platform, _command()) as opened:
         if opened.simulates:
             click.echo(f"ctatune: {opened.note}", err=True)
         for problem in problems:
@@ -166,6 +165,52 @@ def best(
 
 
 @main.command()
+@_shape_option
+@click.option("--trials", type=click.IntRange(1), default=16, show_default=True, help=_TRIALS_HELP)
+@click.option("--stored", is_flag=True, help="Measure nothing: show the newest stored race.")
+@click.option(
+    "--plot", "plot_path", type=click.Path(path_type=Path), help="Image of latency over tokens."
+)
+@_problem_options
+@_common_options
+def bench(
+    shapes: tuple[str, ...],
+    trials: int,
+    stored: bool,
+    plot_path: Path | None,
+    db: Path | None,
+    platform: str | None,
+    as_json: bool,
+    **problem_fields: Any,
+) -> None:
+    """Race the best configs against every baseline, interleaved, and show the table."""
+    from ctatune import race, session
+    from ctatune.choice import stored_rows
+
+    problems = [_problem(shape, problem_fields) for shape in shapes]
+    if not stored:
+        with session.open_session(problems[0].gpus, db, platform, _command()) as opened:
+            if opened.simulates:
+                raise UsageError("a race needs GPUs; `--stored` shows the newest stored one")
+            for problem in problems:
+                with _Progress(problem) as progress:
+                    opened.search(problem, progress.show, trials=trials, race=True)
+    races = {
+        problem: race.compare(race.newest(stored_rows(problem, db, platform)))
+        for problem in problems
+    }
+    if plot_path:
+        race.plot(races, plot_path)
+    if as_json:
+        documents = {problem.shape: race.document(lines) for problem, lines in races.items()}
+        click.echo(json.dumps(documents, indent=2))
+    else:
+        click.echo("\n".join(race.markdown(*item) for item in races.items()), nl=False)
+    if not any(races.values()):
+        sys.exit(NO_ANSWER)
+
+
+@main.command()
 @_common_options
 def export(db: Path | None, platform: str | None, as_json: bool) -> None:
     """Print every measurement as a JSON line, sorted: what `db/measurements` ships."""
@@ -177,6 +222,10 @@ def export(db: Path | None, platform: str | None, as_json: bool) -> None:
     click.echo("[" + ",\n".join(lines) + "]" if as_json else "\n".join(lines))
 
 
+def _command() -> str:
+    return "ctatune " + shlex.join(sys.argv[1:])
+
+
 def _problem(shape: str, fields: dict[str, Any]) -> Problem:
     m, k, h, n = parse_shape(shape)
     return Problem(m=m, k=k, h=h, n=n, **fields)
@@ -186,7 +235,10 @@ def _seconds(text: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h)", text)
     if not found:
         raise UsageError(f"a time is a number with s, m or h, such as 10m; got {text!r}")
-    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
+    seconds = float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
+    if seconds <= 0:
+        raise UsageError(f"a time must be longer than nothing; got {text!r}")
+    return seconds
 
 
 def _print_choice(choice: Any) -> None:

@@ -29,8 +29,9 @@ class Tile:
 
     def __post_init__(self) -> None:
         for name in ("m", "n", "group_m"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"tile {name} must be at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise UsageError(f"tile {name} must be an integer of at least 1, got {value!r}")
 
     def __str__(self) -> str:
         return f"{self.m}x{self.n}/g{self.group_m}"
@@ -59,6 +60,9 @@ class Config:
     method: Literal["cta"] = "cta"
 
     def __post_init__(self) -> None:
+        for name in ("stages", "d_slabs", "ctas"):
+            if not isinstance(getattr(self, name), int):
+                raise UsageError(f"{name} must be an integer, got {getattr(self, name)!r}")
         object.__setattr__(self, "stage_split", tuple(self.stage_split))
         object.__setattr__(self, "mix", float(self.mix))
         object.__setattr__(self, "pace_us", float(self.pace_us))

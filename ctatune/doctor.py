@@ -61,4 +61,5 @@ def _baselines() -> tuple[bool | None, str]:
 
 def _database(path: str | None) -> tuple[bool, str]:
     with store.Store.open(path or store.default_path()) as opened:
-        return True, f"{opened.name}: {len(opened.measurements())} measurements"
+        counts = len(opened.measurements()), len(opened.predictions())
+        return True, "{}: {} measurements, {} predictions".format(opened.name, *counts)

@@ -10,6 +10,7 @@ seen and a damaged one is compiled again.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import importlib.util
 import logging
@@ -28,7 +29,7 @@ from ctatune.rooms import room
 _log = logging.getLogger(__name__)
 
 ARCH = "sm_90a"
-_CUBIN_MAGIC = b"\x7fELF"
+_SEAL_BYTES = 32  # a file of the cache is the SHA-256 of the cubin and the cubin
 _OPTIONS = ("-std=c++17", "-default-device")  # CuTe's headers leave out many __device__
 _COMPILER_WHEELS = ("nvidia-cutlass", "nvidia-cuda-nvrtc", "nvidia-cuda-cccl")
 
@@ -114,13 +115,18 @@ def cubin(name: str, constants: str = "") -> bytes:
         kept = path.read_bytes()
     except OSError:
         kept = b""
-    if kept.startswith(_CUBIN_MAGIC):
-        return kept
+    seal, code = kept[:_SEAL_BYTES], kept[_SEAL_BYTES:]
+    if code and seal == _seal(code):
+        return code
     if kept:
         _log.warning("the cached cubin %s is damaged and is compiled again", path)
-    made = _compile(name, text)
-    _publish(path, made)
-    return made
+    code = _compile(name, text)
+    _publish(path, _seal(code) + code)
+    return code
+
+
+def _seal(code: bytes) -> bytes:
+    return hashlib.sha256(code).digest()
 
 
 def cuda_error() -> type[Exception]:
@@ -151,8 +157,9 @@ def _publish(path: Path, data: bytes) -> None:
     """Write `data` to `path` so that a reader sees all of it or nothing."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(data)
-        os.replace(file.name, path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            new = Path(folder) / path.name
+            new.write_bytes(data)
+            new.replace(path)
     except OSError as error:
         _log.warning("cannot keep the cubin %s: %s", path, error)

@@ -69,6 +69,7 @@ PARAMS = np.dtype(
         ("y2_own", "i4"),
         ("y1_gpu", "i4", MAX_GPUS),
         ("y2_gpu", "i4", MAX_GPUS),
+        ("padding", "V56"),  # the struct is aligned to 128 bytes
     ],
     align=True,
 )

@@ -8,53 +8,40 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from ctatune import baselines
 from ctatune.config import AnyConfig, Config
+from ctatune.contestants import Contestant, Contestants
 from ctatune.errors import PipelineTimeoutError
 from ctatune.gpus import Arena, Gpus
 from ctatune.jit import CompileError
-from ctatune.launch import Mlp
-from ctatune.operands import Inputs, cold_sets, elements_read, place
 from ctatune.problem import Problem
-from ctatune.records import KernelBuild, Measurement, Outcome, Platform, Verification
-from ctatune.schedule import Columns, build
+from ctatune.records import Measurement, Outcome, Phase, Platform, Verification
+from ctatune.schedule import build
 from ctatune.space import why_invalid
 from ctatune.stats import median_interval
 from ctatune.telemetry import Telemetry
 from ctatune.timing import Chain, Timer
-from ctatune.verify import Reference, promised, verify
+from ctatune.verify import Reference, verify
 
 SCREEN_ROUNDS = 5
 MIN_ROUNDS, MAX_ROUNDS, FINAL_SECONDS = 12, 60, 20.0
 TIE = 0.005  # half-width of the interval of the log-ratio at which two methods are told apart
 APART = 0.01
 RELOAD_SECONDS = 0.1  # of load before each round of a final, so that clocks stay settled
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contestant:
-    """A method ready to be called on the GPUs, with what verification needs to know of it."""
-
-    config: AnyConfig
-    call: Callable[[int], None]
-    check: Callable[[], None]
-    poison: Callable[[], None]
-    y2: dict[int, int]
-    where: list[tuple[int, Columns]]
-    kernel: KernelBuild | None
+BURST = (4, 3, 2, 1, 0)  # operand sets of calls in flight together; the last one is compared
 
 
 class Bench:
     """The GPUs of this process, ready to measure problems of up to as many GPUs."""
 
     def __init__(self, gpus: int) -> None:
-        self._telemetry = Telemetry(gpus)
         self.gpus = Gpus(gpus)
-        self._libraries = baselines.Libraries(self.gpus)
+        self._telemetry = Telemetry([device.uuid for device in self.gpus.devices])
+        self._contestants = Contestants(self.gpus)
 
     def platform(self) -> Platform:
         """The identity of this machine."""
@@ -62,42 +49,42 @@ class Bench:
 
     def trial(self, problem: Problem, config: AnyConfig, seed: int) -> Measurement:
         """Verify and time one config: SCREEN_ROUNDS rounds. Never raises for a bad config."""
-        reason = self._why_not(problem, config)
-        if reason:
-            return Measurement(outcome="invalid", detail=reason)
+        return self._guarded("screen", lambda: self._screen(problem, config, seed))
+
+    def _guarded(self, phase: Phase, measure: Callable[[], Measurement]) -> Measurement:
         try:
-            with self.gpus.arena() as arena:
-                return self._screen(arena, problem, config, seed)
+            return measure()
         except CompileError as error:
-            return Measurement(outcome="compile_error", detail=str(error))
+            return Measurement(outcome="compile_error", phase=phase, detail=str(error))
         except PipelineTimeoutError as error:
-            return Measurement(outcome="timeout", detail=str(error))
+            return Measurement(outcome="timeout", phase=phase, detail=str(error))
 
     def _why_not(self, problem: Problem, config: AnyConfig) -> str | None:
         if isinstance(config, Config):
             return why_invalid(config, problem, sm_count=self.gpus.sm_count)
         return baselines.why_not(config, problem)
 
-    def _screen(self, arena: Arena, problem: Problem, config: AnyConfig, seed: int) -> Measurement:
-        contestant, proof = self._verified(arena, problem, config, seed)
-        if not proof.passed:
-            return _wrong(contestant, proof)
-        timer = Timer(self.gpus, arena)
-        calls = timer.calls_for(contestant.call)
-        timer.load(contestant.call, calls)
-        before = self._telemetry.read()
-        rounds = [timer.chain(contestant.call, calls) for _ in range(SCREEN_ROUNDS)]
-        after = self._telemetry.read()
-        single = timer.single_shot_us(contestant.call)
-        contestant.check()
-        base = Measurement(
-            outcome="ok",
-            single_shot_us=single,
-            verification=proof,
-            kernel=contestant.kernel,
-            gpu_state=self._telemetry.state(before, after, calls=calls),
-        )
-        return _with_rounds(base, rounds)
+    def _screen(self, problem: Problem, config: AnyConfig, seed: int) -> Measurement:
+        if reason := self._why_not(problem, config):
+            return Measurement(outcome="invalid", detail=reason)
+        with self.gpus.arena() as arena:
+            contestant = self._contestants.prepare(arena, problem, config, seed)
+            prover = _Prover(self.gpus, arena, problem, contestant, seed)
+            proof = prover.prove()
+            if not proof.passed:
+                return _wrong(contestant, proof, "screen")
+            timer = Timer(self.gpus, arena)
+            calls = timer.calls_for(contestant.call)
+            timer.load(contestant.call, calls)
+            before = self._telemetry.read()
+            rounds = [timer.chain(contestant.call, calls) for _ in range(SCREEN_ROUNDS)]
+            after = self._telemetry.read()
+            single = timer.single_shot_us(contestant.call)
+            in_flight = prover.prove_in_flight()
+            if not in_flight.passed:
+                return _wrong(contestant, in_flight, "screen")
+        state = self._telemetry.state(before, after, calls=calls)
+        return replace(_timed(contestant, proof, "screen", rounds, state), single_shot_us=single)
 
     def finals(
         self, problem: Problem, configs: Sequence[AnyConfig], seed: int
@@ -109,118 +96,101 @@ class Bench:
         with self.gpus.arena() as arena:
             field: dict[int, tuple[Contestant, Verification]] = {}
             results: dict[int, Measurement] = {}
-            for i, config in enumerate(configs):
-                contestant, proof = self._verified(arena, problem, config, seed)
+
+            def enter(i: int, config: AnyConfig) -> Measurement:
+                contestant = self._contestants.prepare(arena, problem, config, seed)
+                with self.gpus.arena() as own:
+                    proof = _Prover(self.gpus, own, problem, contestant, seed).prove()
                 if proof.passed:
                     field[i] = (contestant, proof)
-                else:
-                    results[i] = replace(_wrong(contestant, proof), phase="final")
-            timer = Timer(self.gpus, arena)
-            before = self._telemetry.read()
-            rounds = _race(timer, {i: c for i, (c, _) in field.items()}, seed)
-            after = self._telemetry.read()
-            for i, (contestant, proof) in field.items():
-                contestant.check()
-                base = Measurement(
-                    outcome="ok",
-                    phase="final",
-                    verification=proof,
-                    kernel=contestant.kernel,
-                    gpu_state=self._telemetry.state(before, after),
-                )
-                results[i] = _with_rounds(base, rounds[i])
+                return _wrong(contestant, proof, "final")
+
+            for i, config in enumerate(configs):
+                results[i] = self._guarded("final", lambda i=i, c=config: enter(i, c))
+            if field:
+                before = self._telemetry.read()
+                timer = Timer(self.gpus, arena)
+                rounds = self._race(timer, {i: c for i, (c, _) in field.items()}, seed)
+                state = self._telemetry.state(before, self._telemetry.read())
+                for i, (contestant, proof) in field.items():
+                    contestant.check()
+                    results[i] = _timed(contestant, proof, "final", rounds[i], state)
         return [results[i] for i in range(len(configs))]
 
-    def _verified(
-        self, arena: Arena, problem: Problem, config: AnyConfig, seed: int
-    ) -> tuple[Contestant, Verification]:
-        contestant = self._contestant(arena, problem, config, seed)
-        return contestant, self.prove(problem, contestant, seed)
+    def _race(
+        self, timer: Timer, field: dict[int, Contestant], seed: int
+    ) -> dict[int, list[Chain]]:
+        """Rounds of all in random order, until all are told from the best, or late.
 
-    def prove(self, problem: Problem, contestant: Contestant, seed: int) -> Verification:
-        """Check two calls in a row (both parities of Y1) against the reference; the worse one."""
-        with self.gpus.arena() as arena:
-            reference = Reference(self.gpus, arena, problem, seed)
-            config = contestant.config
-            bits = reference.one_gpu(build(problem, config)) if isinstance(config, Config) else 0
-
-            def run() -> None:
-                contestant.poison()
-                self.gpus.sync()
-                contestant.call(0)
-
-            proofs = [
-                verify(self.gpus, reference, contestant.y2, run, where=contestant.where, bits=bits)
-                for _ in range(2)
-            ]
-            contestant.check()
-        return min(proofs, key=lambda proof: proof.passed)
+        A round in which a GPU was slowed down or shared does not count.
+        """
+        order = np.random.default_rng(seed)
+        calls = {i: timer.calls_for(c.call) for i, c in field.items()}
+        rounds: dict[int, list[Chain]] = {i: [] for i in field}
+        for i, contestant in field.items():
+            timer.load(contestant.call, calls[i])
+        end = time.monotonic() + FINAL_SECONDS
+        for played in range(1, MAX_ROUNDS + 1):
+            for i in order.permutation(list(field)):
+                timer.load(field[i].call, calls[i], RELOAD_SECONDS)
+                rounds[i].append(timer.chain(field[i].call, calls[i]))
+            if self._telemetry.marks(self._telemetry.read()) and played > 1:
+                for chains in rounds.values():
+                    chains.pop()
+            if played >= MIN_ROUNDS and (time.monotonic() > end or _told_apart(rounds)):
+                break
+        return rounds
 
     def proves(self, problem: Problem, config: Config, *, skip_wait: bool = False) -> bool:
-        """Whether a config verifies; with `skip_wait` as the negative control, which must not."""
-        seed = 1
+        """Whether a config verifies, one call at a time and in flight.
+
+        With `skip_wait` as the negative control, which must not.
+        """
         with self.gpus.arena() as arena:
-            inputs = Inputs(self.gpus, arena, problem, seed)
-            contestant = self.cta(arena, problem, config, inputs, skip_wait=skip_wait)
-            return self.prove(problem, contestant, seed).passed
+            contestant = self._contestants.prepare(arena, problem, config, 1, skip_wait=skip_wait)
+            prover = _Prover(self.gpus, arena, problem, contestant, 1)
+            return prover.prove().passed and prover.prove_in_flight().passed
 
-    def _contestant(
-        self, arena: Arena, problem: Problem, config: AnyConfig, seed: int
-    ) -> Contestant:
-        inputs = Inputs(self.gpus, arena, problem, seed)
-        if isinstance(config, Config):
-            return self.cta(arena, problem, config, inputs)
-        method = baselines.prepare(config, self._libraries, arena, inputs)
-        whole = Columns(0, problem.n)
-        return Contestant(
-            config=config,
-            call=method.call,
-            check=method.check,
-            poison=lambda: None,
-            y2=method.y2,
-            where=[(gpu, whole) for gpu in method.y2],
-            kernel=None,
+
+class _Prover:
+    """Compares one contestant's Y2 with the reference of the same inputs."""
+
+    def __init__(
+        self, gpus: Gpus, arena: Arena, problem: Problem, contestant: Contestant, seed: int
+    ) -> None:
+        self._gpus, self._contestant = gpus, contestant
+        self._reference = Reference(gpus, arena, problem, seed)
+        config = contestant.config
+        ours = isinstance(config, Config)
+        self._bits = self._reference.one_gpu(build(problem, config)) if ours else 0
+
+    def prove(self) -> Verification:
+        """Two calls one after the other, one for each parity of Y1, which is poisoned before."""
+
+        def run() -> None:
+            self._contestant.poison()
+            self._gpus.sync()
+            self._contestant.call(0)
+
+        return min((self._verify(run) for _ in range(2)), key=lambda proof: proof.passed)
+
+    def prove_in_flight(self) -> Verification:
+        """The last of several calls that were enqueued together, as they are when timed."""
+
+        def run() -> None:
+            for which in BURST:
+                self._contestant.call(which)
+
+        return self._verify(run)
+
+    def _verify(self, run: Callable[[], None]) -> Verification:
+        contestant = self._contestant
+        where = contestant.where
+        proof = verify(
+            self._gpus, self._reference, contestant.y2, run, where=where, bits=self._bits
         )
-
-    def cta(
-        self,
-        arena: Arena,
-        problem: Problem,
-        config: Config,
-        inputs: Inputs,
-        *,
-        skip_wait: bool = False,
-    ) -> Contestant:
-        """The CTA-pipelined kernel as a contestant."""
-        schedule = build(problem, config)
-        sets = place(inputs, schedule, cold_sets(self.gpus, elements_read(schedule)))
-        mlp = Mlp(self.gpus, arena, schedule, sets, skip_wait=skip_wait)
-        return Contestant(
-            config=config,
-            call=mlp.call,
-            check=mlp.check,
-            poison=mlp.poison,
-            y2=dict(enumerate(sets[0].y2)),
-            where=promised(schedule),
-            kernel=mlp.build(),
-        )
-
-
-def _race(timer: Timer, field: dict[int, Contestant], seed: int) -> dict[int, list[Chain]]:
-    """Rounds of all contestants in random order; ends when all are told from the best, or late."""
-    order = np.random.default_rng(seed)
-    calls = {i: timer.calls_for(c.call) for i, c in field.items()}
-    rounds: dict[int, list[Chain]] = {i: [] for i in field}
-    for i, contestant in field.items():
-        timer.load(contestant.call, calls[i])
-    end = time.monotonic() + FINAL_SECONDS
-    for played in range(1, MAX_ROUNDS + 1):
-        for i in order.permutation(list(field)):
-            timer.load(field[i].call, calls[i], RELOAD_SECONDS)
-            rounds[i].append(timer.chain(field[i].call, calls[i]))
-        if played >= MIN_ROUNDS and (time.monotonic() > end or _told_apart(rounds)):
-            break
-    return rounds
+        contestant.check()
+        return proof
 
 
 def _told_apart(rounds: dict[int, list[Chain]]) -> bool:
@@ -234,27 +204,43 @@ def _told_apart(rounds: dict[int, list[Chain]]) -> bool:
     return True
 
 
-def _with_rounds(base: Measurement, rounds: Sequence[Chain]) -> Measurement:
+def _timed(
+    contestant: Contestant,
+    proof: Verification,
+    phase: Phase,
+    rounds: Sequence[Chain],
+    state: dict[str, object],
+) -> Measurement:
     samples = tuple(chain.latency_us for chain in rounds)
     floor = float(np.median([chain.floor_us for chain in rounds]))
     median, low, high = median_interval(list(samples))
-    outcome: Outcome = "throttled" if base.gpu_state.get("marks") else "ok"
+    outcome: Outcome = "throttled" if state.get("marks") else "ok"
+    detail = f"marked: {state['marks']}" if state.get("marks") else ""
     if median <= 0 or not math.isfinite(median):
-        outcome = "wrong"
-    return replace(
-        base,
+        outcome, detail = "wrong", f"timing fault: {median} us are left after the floor"
+    return Measurement(
         outcome=outcome,
-        detail="; ".join(map(str, base.gpu_state.get("marks", []))),  # type: ignore[arg-type]
+        phase=phase,
+        detail=detail,
         latency_us=median,
         interval_us=(low, high),
         samples_us=samples,
         floor_us=floor,
+        verification=proof,
+        kernel=contestant.kernel,
+        gpu_state=state,
     )
 
 
-def _wrong(contestant: Contestant, proof: Verification) -> Measurement:
+def _wrong(contestant: Contestant, proof: Verification, phase: Phase) -> Measurement:
     detail = (
         f"relative error {proof.relative_error:.2e}, worst {proof.worst_error:.2e}, "
         f"{proof.nans} NaNs, bits equal to one GPU: {proof.bitwise_equal}"
     )
-    return Measurement(outcome="wrong", detail=detail, verification=proof, kernel=contestant.kernel)
+    return Measurement(
+        outcome="wrong",
+        phase=phase,
+        detail=detail,
+        verification=proof,
+        kernel=contestant.kernel,
+    )

@@ -12,7 +12,7 @@ from ctatune.problem import Problem
 from ctatune.schedule import DOWN, UP, Columns, Schedule
 
 _X, _W_UP, _W_DOWN = 0, 1, 2
-MAX_SETS = 32
+MAX_SETS = 256  # enough for 0.5 MB a set
 
 
 class Block(NamedTuple):

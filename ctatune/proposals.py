@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ctatune.config import Config
 
-ASKS = 50  # in a row that lead to nothing new before Optuna is given up
+ASKS = 200  # in a row that lead to nothing new before Optuna is given up
 Axes = tuple[str, str, str, str, str]
 _NAMES = ("tile", "up_group", "down_group", "way", "pace")
 

@@ -1,5 +1,8 @@
 """The table of a race: finalists and baselines that ran interleaved in one run, compared fairly."""
 
+# The extra is not installed where the code is checked.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -8,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ctatune.errors import DeviceError
 from ctatune.problem import Problem
 from ctatune.rows import Row
 from ctatune.stats import median_interval
@@ -36,9 +40,8 @@ class Line:
 def newest(rows: Sequence[Row]) -> list[Row]:
     """The finals of the newest run that has a baseline besides `single`, or of the newest run."""
     good = [r for r in rows if r.measurement.phase == "final" and r.measurement.outcome == "ok"]
-    full = {r.run_id for r in good if r.config.method not in ("cta", "single")}
-    runs = [r.run_id for r in good if r.run_id in full or not full]
-    return [r for r in good if runs and r.run_id == runs[-1]]
+    full = [r for r in good if r.config.method not in ("cta", "single")] or good
+    return [r for r in good if r.run == full[-1].run]
 
 
 def compare(rows: Sequence[Row]) -> list[Line]:
@@ -108,7 +111,10 @@ def document(lines: Sequence[Line]) -> list[dict[str, object]]:
 
 def plot(races: dict[Problem, list[Line]], path: Path) -> None:
     """Latency over tokens, a curve for each method, as an image (extra `plots`)."""
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise DeviceError("matplotlib is not installed (extra `plots`)") from error
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()

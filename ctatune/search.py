@@ -7,6 +7,7 @@ Each trial is stored before the next one starts, and what is stored is not tried
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import Counter
@@ -21,6 +22,7 @@ from ctatune.machine_model import MachineModel
 from ctatune.problem import Problem
 from ctatune.proposals import Proposals
 from ctatune.records import Measurement
+from ctatune.rows import Row
 from ctatune.simulate import SIMULATOR, simulate
 from ctatune.store import Store
 from ctatune.worker import Worker
@@ -28,6 +30,8 @@ from ctatune.worker import Worker
 FIRST_BY_ESTIMATE = 16
 FIRST_OF_FAMILY = 1
 FINALISTS = 4
+PASSING = ("throttled", "timeout", "launch_error")  # may be the machine's fault: tried again
+TRIES = 2
 FINAL_MARGIN = 1.05  # screened within this factor of the best one
 
 
@@ -53,6 +57,10 @@ class Judge(Protocol):
         """Latency by canonical config of what the store holds already; None: it failed."""
         ...
 
+    def raced(self) -> bool:
+        """Whether finalists were compared before."""
+        ...
+
     def trial(self, config: AnyConfig) -> tuple[float | None, str]:
         """Latency of one config, or None and the reason."""
         ...
@@ -74,17 +82,28 @@ class Hardware:
         self._seeds = random.SystemRandom()
 
     def known(self) -> dict[str, float | None]:
+        found: dict[str, float | None] = {}
+        bad_luck: Counter[str] = Counter()
+        for row in self._rows("screen"):
+            key, outcome = row.config.canonical(), row.measurement.outcome
+            bad_luck[key] += outcome in PASSING
+            if outcome not in PASSING or bad_luck[key] == TRIES:
+                found[key] = row.measurement.latency_us if outcome == "ok" else None
+        return found
+
+    def raced(self) -> bool:
+        return bool(self._rows("final"))
+
+    def _rows(self, phase: records.Phase) -> list[Row]:
         rows = self._store.measurements(
-            self._problem, self._worker.platform.name, protocol=records.PROTOCOL, phase="screen"
+            self._problem, self._worker.platform.name, protocol=records.PROTOCOL, phase=phase
         )
-        return {
-            row.config.canonical(): row.measurement.latency_us
-            if row.measurement.outcome == "ok"
-            else None
+        return [
+            row
             for row in rows
             if row.run.platform == self._worker.platform
             and row.kernel_hash in (kernel_hash(), None)
-        }
+        ]
 
     def trial(self, config: AnyConfig) -> tuple[float | None, str]:
         measured = self._worker.trial(self._problem, config, self._seeds.randrange(1 << 30))
@@ -118,8 +137,11 @@ class Simulated:
         return {
             row.config.canonical(): row.prediction.latency_us
             for row in rows
-            if row.prediction.model == SIMULATOR
+            if row.prediction.model in (SIMULATOR, latency.ESTIMATE)
         }
+
+    def raced(self) -> bool:
+        return True  # it has no noise: its screening is final
 
     def trial(self, config: AnyConfig) -> tuple[float | None, str]:
         if isinstance(config, Config):
@@ -132,7 +154,7 @@ class Simulated:
         return predicted.latency_us, ""
 
     def finals(self, configs: Sequence[AnyConfig]) -> None:
-        """A simulator has no noise: its screening is final."""
+        """Nothing to compare: see `raced`."""
 
 
 def search(
@@ -147,12 +169,12 @@ def search(
 ) -> int:
     """Try configs until `trials` are stored for this problem (earlier runs count) or time is up.
 
-    The finalists race when a trial was made, or when `race` asks for it.
+    The finalists race when a trial was made, when they never did, or when `race` asks for it.
 
     Returns the number of trials made now. `KeyboardInterrupt` may end it at any moment; what was
     reported is stored.
     """
-    end = time.monotonic() + seconds if seconds else None
+    end = math.inf if seconds is None else time.monotonic() + seconds
     ranked = rank(problem, machine)
     if not ranked:
         return 0
@@ -161,11 +183,11 @@ def search(
     tried, best_us = len(latencies), _fastest(latencies)
     made = 0
     for baseline in space.baselines(problem):
-        if baseline.canonical() not in known:
+        if baseline.canonical() not in known and time.monotonic() < end:
             known[baseline.canonical()] = judge.trial(baseline)[0]
     proposals = Proposals(ranked, known)
     for config in _order(problem, ranked, proposals):
-        if tried + made >= trials or (end and time.monotonic() > end):
+        if tried + made >= trials or time.monotonic() > end:
             break
         if config.canonical() in known:
             continue
@@ -185,7 +207,7 @@ def search(
             )
         )
     finalists = _finalists(problem, ranked, known)
-    if finalists and (made or race):
+    if finalists and (made or race or not judge.raced()):
         judge.finals(finalists)
     return made
 
@@ -201,7 +223,9 @@ def rank(problem: Problem, machine: MachineModel) -> list[Config]:
 
 
 def _order(problem: Problem, ranked: list[Config], proposals: Proposals) -> Iterator[Config]:
-    yield space.default_config(problem)
+    default = space.default_config(problem)
+    if default.canonical() in {config.canonical() for config in ranked}:
+        yield default
     yield from _pipeline(ranked)
     yield from _diverse(ranked)
     yield from proposals

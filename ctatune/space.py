@@ -100,7 +100,7 @@ def _why_split(config: Config, problem: Problem, sm_count: int) -> str | None:
         return "a pipeline needs a GPU in each stage"
     if config.down_axis != "n":
         return "down_axis h is not built yet: the kernel has no reduction over GPUs"
-    if config.ctas > sm_count:
+    if not 0 <= config.ctas <= sm_count:
         return f"ctas must be at most one an SM ({sm_count}), got {config.ctas}"
     return None
 
@@ -118,7 +118,8 @@ SHAPES = (
 )
 GROUPS = (1, 2, 4, 8, 16)
 MIXES = (1.0, 0.75, 0.5, 0.25, 0.0)
-CHUNKS = (128, 256, 512, 1024, 2048)  # rows of a micro-batch
+CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # rows of a micro-batch
+MAX_CHUNKS = 16  # in a call: a chain of calls must fit into the queue of a stream (timing.py)
 PACES_US = (0.0, 4.0, 8.0, 12.0)
 
 
@@ -156,7 +157,7 @@ def candidates(problem: Problem, *, sm_count: int = 132) -> Iterator[Config]:
 
 
 def _ways(gpus: int) -> list[tuple[float, tuple[int, int]]]:
-    """Mix and stage split: tensor parallel, and each mix with a quarter, half, three quarters up."""
+    """Mix and stage split: tensor parallel, and each mix with 1/4, 1/2 or 3/4 of the GPUs up."""
     splits = sorted({max(1, gpus * quarters // 4) for quarters in (1, 2, 3)} if gpus > 1 else ())
     pipelines = [(mix, (p, gpus - p)) for mix in MIXES if mix < 1.0 for p in splits]
     return [(1.0, default_split(gpus)), *pipelines]
@@ -174,5 +175,9 @@ def baselines(problem: Problem) -> list[Baseline]:
     if problem.gpus > 1 and problem.output == "replicated":
         found += [Baseline(method=name) for name in ("tp", "tp_twoshot", "rowsplit")]
     if problem.gpus == 2 and problem.output == "replicated":
-        found += [Baseline(method="microbatch", chunk=c) for c in CHUNKS if c < problem.m]
+        found += [
+            Baseline(method="microbatch", chunk=c)
+            for c in CHUNKS
+            if c < problem.m <= MAX_CHUNKS * c
+        ]
     return found

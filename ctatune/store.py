@@ -249,7 +249,9 @@ def _equal(columns: dict[str, Any]) -> str:
 
 
 def _connect(uri: str) -> sqlite3.Connection:
-    return sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+    connection = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+    connection.text_factory = lambda text: text.decode(errors="replace")  # one bad byte, one row
+    return connection
 
 
 def _connect_read_only(path: Path) -> sqlite3.Connection:

@@ -10,6 +10,7 @@ import os
 import re
 import tempfile
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,36 +42,44 @@ class Reading:
 
 
 def gpu_count() -> int:
-    """GPUs that NVML sees; 0 where there is no driver."""
+    """GPUs that CUDA would see, by NVML and $CUDA_VISIBLE_DEVICES; 0 where there is no driver."""
     try:
         pynvml.nvmlInit()
-        return int(pynvml.nvmlDeviceGetCount())
+        present = int(pynvml.nvmlDeviceGetCount())
     except pynvml.NVMLError:
         return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return present if visible is None else min(present, len(visible.replace(",", " ").split()))
 
 
 class Telemetry:
-    """Readings of the first `count` GPUs, which this process holds a lock on.
+    """Readings of the GPUs with these UUIDs (CUDA's), which this process holds a lock on.
 
-    Raises: DeviceError when NVML does not answer or another ctatune has the lock.
+    Raises: DeviceError when NVML does not know one or another ctatune has its lock.
     """
 
-    def __init__(self, count: int) -> None:
-        present = gpu_count()
-        if present < count:
-            raise DeviceError(f"{count} GPUs are asked for, this machine has {present}")
-        self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
+    def __init__(self, uuids: Sequence[str]) -> None:
+        try:
+            pynvml.nvmlInit()
+            names = [f"GPU-{uuid.removeprefix('GPU-')}" for uuid in uuids]
+            self._handles = [pynvml.nvmlDeviceGetHandleByUUID(name) for name in names]
+        except pynvml.NVMLError as error:
+            raise DeviceError(f"NVML does not know the GPUs of CUDA: {error}") from error
         self._locks = [_lock(pynvml.nvmlDeviceGetUUID(handle)) for handle in self._handles]
 
     def read(self) -> list[Reading]:
         """One reading a GPU."""
         return [_read(handle) for handle in self._handles]
 
+    def marks(self, readings: Sequence[Reading]) -> list[str]:
+        """What forbids that a number taken at these readings serves; empty when nothing does."""
+        return sorted({mark for reading in readings for mark in _marks(reading)})
+
     def state(
         self, before: list[Reading], after: list[Reading], **more: object
     ) -> dict[str, object]:
         """For the record: readings before and after, and `marks` that forbid serving the row."""
-        marks = sorted({mark for reading in before + after for mark in _marks(reading)})
+        marks = self.marks(before + after)
         state: dict[str, object] = {"before": [asdict(reading) for reading in before]}
         state |= {"after": [asdict(reading) for reading in after]} | more
         return state | {"marks": marks} if marks else state
@@ -95,14 +104,13 @@ class Telemetry:
 
 
 def _read(handle: Any) -> Reading:
-    own = os.getpid()
     processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
     return Reading(
         sm_mhz=pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
         power_w=pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
         temperature_c=pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
         reasons=pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
-        others=sum(process.pid != own for process in processes),
+        others=max(0, len(processes) - 1),  # we are one; in containers pids are not ours to see
     )
 
 
@@ -122,12 +130,22 @@ def _link(handle: Any) -> str:
     return f"NV{active}" if active else "PCIe"
 
 
-def _lock(uuid: str) -> Any:
+def _lock(uuid: str) -> int:
     """An exclusive lock for the life of this process: two tuners on one GPU disturb each other."""
     path = Path(tempfile.gettempdir()) / f"ctatune-{uuid}.lock"
-    file = path.open("a")
     try:
+        file = _open_lock(path)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError as error:
         raise DeviceError(f"another ctatune measures on {uuid} (lock {path})") from error
+    except OSError as error:
+        raise DeviceError(f"cannot lock {uuid} ({path}): {error.strerror}") from error
     return file
+
+
+def _open_lock(path: Path) -> int:
+    """Any user may have made the file; a lock needs no more than to read it."""
+    try:
+        return os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)

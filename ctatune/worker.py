@@ -5,8 +5,10 @@ The parent never touches CUDA, so that no candidate can poison it.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import multiprocessing
+import signal
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,6 +26,8 @@ _log = logging.getLogger(__name__)
 START_SECONDS = 90.0  # CUDA start, a cold compile of the support kernels, the peer probe
 TRIAL_SECONDS = 120.0  # a cold compile is 10 s, a hang of the kernel ends by itself after 2 s
 FINAL_SECONDS = 240.0
+KILL_SECONDS = 10.0
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class _LostError(Exception):
@@ -65,7 +69,7 @@ class Worker:
         try:
             return self._ask(TRIAL_SECONDS, "trial", problem, config, seed)
         except _LostError as lost:
-            self._start()
+            self._kill()
             return Measurement(outcome=lost.outcome, detail=lost.detail)  # type: ignore[arg-type]
 
     def finals(
@@ -75,7 +79,7 @@ class Worker:
         try:
             return self._ask(FINAL_SECONDS, "finals", problem, list(configs), seed)
         except _LostError as lost:
-            self._start()
+            self._kill()
             row = Measurement(outcome=lost.outcome, detail=lost.detail, phase="final")  # type: ignore[arg-type]
             return [row for _ in configs]
 
@@ -93,6 +97,8 @@ class Worker:
             raise DeviceError(lost.detail) from lost
 
     def _ask(self, seconds: float, *request: Any) -> Any:
+        if self._process is None:
+            self._start()
         try:
             self._pipe.send(request)
         except OSError as error:
@@ -115,13 +121,14 @@ class Worker:
     def _kill(self) -> None:
         if self._process is not None:
             self._process.kill()
-            self._process.join()
+            self._process.join(KILL_SECONDS)  # one that is stuck in the driver is left behind
             self._pipe.close()
             self._process = None
 
 
 def _serve(pipe: Connection, factory: Callable[[], Any]) -> None:
     """The child: build the bench, answer requests; end at the first fault, the parent restarts."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed search frees the GPUs
     faults = (CtatuneError, cuda_error(), RuntimeError, MemoryError, OSError)
     try:
         bench = factory()

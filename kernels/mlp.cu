@@ -10,7 +10,7 @@
 //   1                 store        d_full[slot], started[gpu]       d_empty[slot], panel counters
 //   4..11 (2 groups)  math         full[stage], d_empty[slot]       empty[stage], d_full[slot]
 //
-// Flags in global memory only grow; each stands on its own 128-byte line of the GPU that polls it:
+// Flags that GPUs share only grow; each stands on its own 128-byte line of the GPU that polls it:
 //   panels[2][panels][segments]  tiles that arrived here, by parity of the call; a segment is the
 //                      part of Y1's columns that one GPU computes
 //   started[gpu]       calls that this peer has started
@@ -61,7 +61,7 @@ struct Params {
   uint32_t* panels;
   uint32_t* started;
   uint32_t* arrived;
-  uint32_t* calls;                          // [0]: finished calls, [kLine]: CTAs that have left
+  uint32_t* calls;                          // [0]: finished calls, [kLine]: CTAs that left this one
   PollError* error;
   int4 const* tiles;                        // {layer + 256 segment, row, row in weight, column}
   long long* stamps;                        // null, or kStamps times a tile
@@ -352,6 +352,8 @@ struct Storer {
       }
       stamp(p, i, kStored);
     }
+    // A CTA without a tile of `down` must not count for a call that the receiver has not begun.
+    if (!y2_open && p.arrived_outs > 0) open(p.y2_outs, p.y2_gpu, epoch + 1);
     drain();
     fence_async_proxy();
     for (int d = 0; d < p.arrived_outs; ++d) add_release(p.arrived_out[d], 1);
@@ -494,7 +496,9 @@ void mlp(__grid_constant__ Params const p) {
 
   __syncthreads();
   if (threadIdx.x == 0) {
-    uint32_t const left = atomicAdd(&p.calls[kLine], 1u) + 1;
-    if (left % gridDim.x == 0) p.calls[0] = epoch + 1;
+    if (atomicAdd(&p.calls[kLine], 1u) + 1 == gridDim.x) {
+      p.calls[kLine] = 0;                   // of this GPU alone: the next call starts after us
+      p.calls[0] = epoch + 1;
+    }
   }
 }

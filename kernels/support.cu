@@ -188,8 +188,10 @@ extern "C" __global__ void two_shot(TwoShot const* params) {
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    unsigned const left = atomicAdd(&p.calls[kLine], 1u) + 1;
-    if (left % gridDim.x == 0) p.calls[0] = call;
+    if (atomicAdd(&p.calls[kLine], 1u) + 1 == gridDim.x) {
+      p.calls[kLine] = 0;
+      p.calls[0] = call;
+    }
   }
 }
 

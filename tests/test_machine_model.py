@@ -43,10 +43,10 @@ def test_load_knows_the_shipped_platform() -> None:
         load("tpu")
 
 
-def test_more_gpus_than_were_measured_are_named_simulated() -> None:
+def test_more_gpus_than_were_measured_are_like_those_that_were() -> None:
     assert MACHINE.for_gpus(1) is MACHINE.for_gpus(2) is MACHINE
     eight = MACHINE.for_gpus(8)
-    assert (eight.platform.gpus, eight.platform.name) == (8, "nvidia-h200-nv18-simulated-8")
+    assert (eight.platform.gpus, eight.platform.name) == (8, "nvidia-h200-nv18")
     assert replace(eight, platform=MACHINE.platform) == MACHINE
 
 
