@@ -23,6 +23,9 @@ from ctatune.store import Store, default_path
 
 Source = Literal["measured", "simulated", "predicted"]
 
+# Our kernel first: its result is bit for bit that of one GPU, and a call is one launch a GPU.
+TIE_ORDER = ("cta", "tp", "tp_twoshot", "microbatch", "single")
+
 
 class NoAnswer(CtatuneError):  # noqa: N818
     """Nothing is known for the problem, and nothing can be computed (exit code 3)."""
@@ -86,7 +89,7 @@ def best(
     kind = {"gpus": gpus, "dtype": dtype, "activation": activation, "output": output}
     problem = Problem(m=m, k=k, h=h, n=n, **kind)  # type: ignore[arg-type]  # it checks them
     user = _read(db or default_path(), problem)
-    shipped = _seed_rows().get(problem.shape, ())
+    shipped = shipped_rows().get(problem.shape, ())
     wanted = _wanted(problem, platform or _usual_platform(user))
     sources = ((user.rows, ""), (shipped, "from the shipped measurements"))
     for phase in ("final", "screen"):
@@ -99,7 +102,7 @@ def best(
 def stored_rows(problem: Problem, db: Path | None, platform: str | None) -> list[Row]:
     """The rows that could answer for a problem: shipped ones, then the user's."""
     user = _read(db or default_path(), problem)
-    rows = (*_seed_rows().get(problem.shape, ()), *user.rows)
+    rows = (*shipped_rows().get(problem.shape, ()), *user.rows)
     wanted = _wanted(problem, platform or _usual_platform(user))
     return [row for row in rows if not _differences(row, wanted)]
 
@@ -122,7 +125,7 @@ def _read(path: Path, problem: Problem) -> _Known:
 
 
 @cache
-def _seed_rows() -> dict[str, list[Row]]:
+def shipped_rows() -> dict[str, list[Row]]:
     """The shipped rows by shape; read once, and only read by all threads."""
     by_shape: dict[str, list[Row]] = {}
     with load_seed() as store:
@@ -194,8 +197,10 @@ def _measured(
         newest = max(able, key=lambda row: (row.run.utc, row.run_id)).run_id
         able = [row for row in able if row.run_id == newest]
         heat = [row for row in heat if row.run_id == newest]
-    won = min(able, key=_latency_us)
-    if won.config.method != "cta":
+    won, tied = _winner(able)
+    if tied:
+        note = f"a tie with {', '.join(tied)}; {note}".rstrip("; ")
+    elif won.config.method != "cta":
         note = f"do not pipeline this: {won.config} is faster than our kernel; {note}".rstrip("; ")
     rivals = sorted((row for row in heat if row.config.method != "cta"), key=_latency_us)
     return _choice(
@@ -209,6 +214,27 @@ def _measured(
         baselines={row.config.method: _latency_us(row) for row in reversed(rivals)},
         note=note,
     )
+
+
+def _winner(able: Sequence[Row]) -> tuple[Row, list[str]]:
+    """The fastest row, or of finals that tie with it the first method of TIE_ORDER; and who ties.
+
+    A tie: the 95 % interval of the ratio over the interleaved rounds holds 1.
+    """
+    from ctatune.stats import ratio_interval  # late: imports NumPy
+
+    fastest = min(able, key=_latency_us)
+    equal = [fastest]
+    for row in able:
+        ours, best_of_all = (r.measurement.samples_us for r in (row, fastest))
+        if row is fastest or row.measurement.phase != "final" or len(ours) != len(best_of_all):
+            continue
+        _, low, high = ratio_interval(ours, best_of_all)
+        if low <= 1.0 <= high:
+            equal.append(row)
+    won = min(equal, key=lambda row: (TIE_ORDER.index(row.config.method), _latency_us(row)))
+    others = {str(row.config) for row in equal if row.config.method != won.config.method}
+    return won, sorted(others)
 
 
 def _why_not_measured(wanted: dict[str, Any], rows: Sequence[Row]) -> str:

@@ -252,7 +252,7 @@ def _print_choice(choice: Any) -> None:
     click.echo(f"  {choice.latency_us:.1f} us{between}, {choice.source}")
     for method, latency_us in choice.baselines.items():
         ratio = choice.latency_us / latency_us
-        click.echo(f"  {method}: {latency_us:.1f} us, of which this is {ratio:.3f}")
+        click.echo(f"  {method}: {latency_us:.1f} us; the answer is {ratio:.3f} of it")
     if choice.note:
         click.echo(f"  note: {choice.note}")
 

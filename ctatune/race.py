@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from ctatune.errors import DeviceError
 from ctatune.problem import Problem
 from ctatune.rows import Row
-from ctatune.stats import median_interval
+from ctatune.stats import ratio_interval
 
 HEAD = ("method", "us", "95 % interval", "to best baseline", "of ideal")
 
@@ -59,8 +57,7 @@ def _latency(row: Row) -> float:
 
 
 def _line(row: Row, best: Row, single: Row | None) -> Line:
-    ours, theirs = (np.log(r.measurement.samples_us) for r in (row, best))
-    middle, low, high = np.exp(median_interval(ours - theirs))
+    ratio, low, high = ratio_interval(row.measurement.samples_us, best.measurement.samples_us)
     ideal = None
     if single is not None:
         ideal = _latency(single) / row.problem.gpus / _latency(row)
@@ -68,8 +65,8 @@ def _line(row: Row, best: Row, single: Row | None) -> Line:
         row=row,
         latency_us=_latency(row),
         interval_us=row.measurement.interval_us or (0.0, 0.0),
-        ratio=float(middle),
-        ratio_interval=(float(low), float(high)),
+        ratio=ratio,
+        ratio_interval=(low, high),
         ideal=ideal,
     )
 
@@ -110,21 +107,26 @@ def document(lines: Sequence[Line]) -> list[dict[str, object]]:
 
 
 def plot(races: dict[Problem, list[Line]], path: Path) -> None:
-    """Latency over tokens, a curve for each method, as an image (extra `plots`)."""
+    """Latency over ideal (`single` / GPUs) by tokens, a curve a method, as an image.
+
+    Raises: DeviceError without matplotlib (extra `plots`).
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise DeviceError("matplotlib is not installed (extra `plots`)") from error
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
     curves: dict[str, dict[int, float]] = {}
     for problem, lines in races.items():
-        for line in lines:
-            by_m = curves.setdefault(line.row.config.method, {})
-            by_m[problem.m] = min(line.latency_us, by_m.get(problem.m, line.latency_us))
+        for line in reversed(lines):  # the fastest of a method comes last and stays
+            if line.ideal:
+                curves.setdefault(line.row.config.method, {})[problem.m] = 1 / line.ideal
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
     for method, by_m in sorted(curves.items()):
         axes.plot(sorted(by_m), [by_m[m] for m in sorted(by_m)], marker="o", label=method)
-    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="latency, us")
+    tokens = sorted({problem.m for problem in races})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(tokens, labels=map(str, tokens))
+    axes.set(xlabel="tokens", ylabel="latency / (single / GPUs)")
     axes.legend()
     figure.savefig(path)

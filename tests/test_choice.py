@@ -33,7 +33,8 @@ BURST = Regime(load="burst")
 
 def measured(latency_us: float = 100.0, **changes: Any) -> Measurement:
     build = replace(BUILD, hash=jit.kernel_hash())
-    return replace(GOOD, kernel=build, latency_us=latency_us, **changes)
+    timed = replace(GOOD, kernel=build, latency_us=latency_us, samples_us=(latency_us,) * 5)
+    return replace(timed, **changes)
 
 
 def final(latency_us: float, **changes: Any) -> Measurement:
@@ -46,7 +47,7 @@ def single(latency_us: float, **changes: Any) -> Measurement:
 
 @pytest.fixture(autouse=True)
 def no_shipped_rows(monkeypatch):
-    monkeypatch.setattr(ctatune.choice, "_seed_rows", dict)
+    monkeypatch.setattr(ctatune.choice, "shipped_rows", dict)
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +122,17 @@ def test_a_faster_baseline_is_the_answer_and_says_so(db):
         problem=alone,
     )
     assert best(gpus=1).method == "single"
+
+
+def test_a_tie_goes_to_our_kernel_and_says_so(db):
+    ours = replace(final(101.0), samples_us=(99.0, 103.0) * 6)
+    theirs = replace(single(100.0, phase="final"), samples_us=(101.0, 99.0) * 6)
+    run(db, (CONFIG, ours), (Baseline(method="tp"), theirs))
+    choice = best()
+    assert (choice.method, choice.latency_us, choice.note) == ("cta", 101.0, "a tie with tp")
+    slower = replace(final(120.0), samples_us=(119.0, 121.0) * 6)
+    run(db, (CONFIG, slower), (Baseline(method="tp"), theirs))
+    assert best().method == "tp"
 
 
 def test_finals_go_before_screenings_and_the_newest_finals_win(db):
@@ -205,7 +217,7 @@ def test_the_users_rows_win_over_the_shipped_ones(db, monkeypatch):
     with Store.memory() as store:
         store.add_measurement(begin(store, HERE), PROBLEM, CONFIG, final(50.0))
         rows = store.measurements()
-    monkeypatch.setattr(ctatune.choice, "_seed_rows", lambda: {PROBLEM.shape: rows})
+    monkeypatch.setattr(ctatune.choice, "shipped_rows", lambda: {PROBLEM.shape: rows})
     assert (best().latency_us, best().note) == (50.0, "from the shipped measurements")
     run(db, (CONFIG, measured(80.0)))
     assert best().latency_us == 50.0  # finals go before a bare screening
@@ -219,9 +231,9 @@ def test_shipped_rows_are_read_from_the_seed(tmp_path, monkeypatch):
     (tmp_path / "measurements").mkdir()
     (tmp_path / "measurements" / "a.jsonl").write_text("\n".join(lines))
     monkeypatch.setattr(ctatune.seed, "room", lambda _: tmp_path)
-    ctatune.choice._seed_rows.cache_clear()
+    ctatune.choice.shipped_rows.cache_clear()
     assert best(db=tmp_path / "none.db").latency_us == 50.0
-    ctatune.choice._seed_rows.cache_clear()
+    ctatune.choice.shipped_rows.cache_clear()
 
 
 def test_the_only_platform_of_the_user_is_meant(db):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -131,6 +132,38 @@ def test_best_prints_what_a_person_asks_for(tmp_path):
     text = ctatune("best", *SHAPE, "--db", tmp_path / "x.db").stdout
     assert "1536x8192x8192x8192 bf16 replicated on 2 x nvidia-h200-nv18" in text
     assert " us " in text
+
+
+def test_a_stored_race_is_shown_without_a_gpu(tmp_path):
+    arguments = ["--shape", "4096x8192x8192", "--gpus", 2, "--stored", "--db", tmp_path / "x.db"]
+    text = ctatune("bench", *arguments).stdout
+    assert "| tp_twoshot |" in text
+    assert "interleaved rounds" in text
+    lines = json.loads(ctatune("bench", *arguments, "--json").stdout)["4096x8192x8192x8192"]
+    latencies = [line["latency_us"] for line in lines]
+    assert latencies == sorted(latencies)
+    assert {"cta", "tp", "single"} <= {line["method"] for line in lines}
+    result = ctatune(
+        "bench", "--shape", "8x8x8", "--gpus", 2, "--stored", "--db", tmp_path / "x.db"
+    )
+    assert (result.exit_code, result.stdout) == (3, "8x8x8x8: no race is stored\n")
+
+
+@without_gpu
+def test_a_race_needs_gpus(tmp_path):
+    fails(ctatune("bench", *SHAPE, "--db", tmp_path / "x.db"), 2, "needs GPUs", "--stored")
+
+
+def test_the_results_in_the_readme_are_those_that_are_shipped():
+    root = Path(__file__).parent.parent
+    script = root / "benchmarks" / "readme.py"
+    spec = importlib.util.spec_from_file_location("readme", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    readme = (root / "README.md").read_text()
+    assert module.spliced(readme) == readme
 
 
 def test_every_command_is_in_the_readme():

@@ -92,17 +92,17 @@ def test_finals_that_were_missed_are_made_up_for(tmp_path, monkeypatch):
 
 def test_what_may_be_the_machines_fault_is_tried_again_once(tmp_path):
     path = tmp_path / "x.db"
-    hardware(path, "break", trials=24)
+    hardware(path, "break", trials=8)
     with Store.open(path) as store:
         broken = {r.config for r in store.measurements() if r.measurement.outcome != "ok"}
     assert broken
-    assert hardware(path, trials=24) == len(broken)
+    assert hardware(path, trials=8) == len(broken)
 
 
 @pytest.mark.parametrize("bad", ["wrong", "too fast", "break"])
 def test_what_failed_is_stored_and_never_served(tmp_path, bad):
     path = tmp_path / "x.db"
-    hardware(path, bad, trials=24)
+    hardware(path, bad, trials=12)
     with Store.open(path) as store:
         outcomes = {row.measurement.outcome for row in store.measurements(PROBLEM)}
     assert outcomes == {"ok", "launch_error" if bad == "break" else "wrong"}
