@@ -6,9 +6,9 @@ Run it after new measurements were shipped: `python benchmarks/readme.py`. A tes
 from pathlib import Path
 
 from ctatune import race
-from ctatune.choice import shipped_rows
 from ctatune.problem import Problem
 from ctatune.records import PROTOCOL
+from ctatune.seed import shipped, shipped_shapes
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- results: written by benchmarks/readme.py -->\n", "<!-- end of results -->"
@@ -16,7 +16,7 @@ BEGIN, END = "<!-- results: written by benchmarks/readme.py -->\n", "<!-- end of
 
 def races() -> dict[Problem, list[race.Line]]:
     """The newest race of every shipped problem, by tokens."""
-    rows = [row for rows in shipped_rows().values() for row in rows]
+    rows = [row for shape in shipped_shapes() for row in shipped(shape)]
     problems = sorted({row.problem for row in rows}, key=lambda p: (p.k, p.h, p.n, p.gpus, p.m))
     return {p: race.compare(race.newest([r for r in rows if r.problem == p])) for p in problems}
 

@@ -6,19 +6,18 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 from ctatune import jit
-from ctatune.config import AnyConfig, Baseline, Config
+from ctatune.config import AnyConfig, Baseline
 from ctatune.errors import CtatuneError, UsageError
-from ctatune.machine_model import DEFAULT_PLATFORM, MachineModel, load
+from ctatune.machine_model import DEFAULT_PLATFORM, load
 from ctatune.problem import Output, Problem, parse_shape
 from ctatune.records import PROTOCOL, Phase, Prediction, Regime
 from ctatune.rows import PredictionRow, Row
-from ctatune.seed import load_seed
-from ctatune.space import candidates, default_config, why_invalid
+from ctatune.seed import shipped
+from ctatune.space import default_config, why_invalid
 from ctatune.store import Store, default_path
 
 Source = Literal["measured", "simulated", "predicted"]
@@ -89,20 +88,19 @@ def best(
     kind = {"gpus": gpus, "dtype": dtype, "activation": activation, "output": output}
     problem = Problem(m=m, k=k, h=h, n=n, **kind)  # type: ignore[arg-type]  # it checks them
     user = _read(db or default_path(), problem)
-    shipped = shipped_rows().get(problem.shape, ())
     wanted = _wanted(problem, platform or _usual_platform(user))
-    sources = ((user.rows, ""), (shipped, "from the shipped measurements"))
+    sources = ((user.rows, ""), (shipped(problem.shape), "from the shipped measurements"))
     for phase in ("final", "screen"):
         for rows, note in sources:
             if choice := _measured(problem, wanted, rows, phase, note):
                 return choice
-    return _computed(problem, wanted, user, (*user.rows, *shipped))
+    return _computed(problem, wanted, user, (*user.rows, *shipped(problem.shape)))
 
 
 def stored_rows(problem: Problem, db: Path | None, platform: str | None) -> list[Row]:
     """The rows that could answer for a problem: shipped ones, then the user's."""
     user = _read(db or default_path(), problem)
-    rows = (*shipped_rows().get(problem.shape, ()), *user.rows)
+    rows = (*shipped(problem.shape), *user.rows)
     wanted = _wanted(problem, platform or _usual_platform(user))
     return [row for row in rows if not _differences(row, wanted)]
 
@@ -122,16 +120,6 @@ def _read(path: Path, problem: Problem) -> _Known:
             predictions=tuple(store.predictions(problem)),
             platforms=tuple(store.platforms()),
         )
-
-
-@cache
-def shipped_rows() -> dict[str, list[Row]]:
-    """The shipped rows by shape; read once, and only read by all threads."""
-    by_shape: dict[str, list[Row]] = {}
-    with load_seed() as store:
-        for row in store.measurements():
-            by_shape.setdefault(row.problem.shape, []).append(row)
-    return by_shape
 
 
 def _wanted(problem: Problem, platform: str) -> dict[str, Any]:
@@ -194,9 +182,9 @@ def _measured(
     if not able:
         return None
     if phase == "final":
-        newest = max(able, key=lambda row: (row.run.utc, row.run_id)).run_id
-        able = [row for row in able if row.run_id == newest]
-        heat = [row for row in heat if row.run_id == newest]
+        newest = max(able, key=lambda row: (row.run.utc, row.run.id)).run
+        able = [row for row in able if row.run == newest]
+        heat = [row for row in heat if row.run == newest]
     won, tied = _winner(able)
     if tied:
         note = f"a tie with {', '.join(tied)}; {note}".rstrip("; ")
@@ -256,7 +244,7 @@ def _computed(
     problem: Problem, wanted: dict[str, Any], user: _Known, rows: Sequence[Row]
 ) -> Choice:
     """The fastest config by the user's simulations, else by the estimate; never a failed one."""
-    from ctatune import latency  # late: imports NumPy
+    from ctatune import computed, latency  # late: they import NumPy
 
     why = _why_not_measured(wanted, rows)
     same = (row for row in rows if not _differences(row, wanted))
@@ -267,9 +255,9 @@ def _computed(
         raise NoAnswer(f"{why}; nothing can be computed: {error}") from error
     name = machine.platform.name
     predictions = [row for row in user.predictions if row.run.platform.name == name]
-    simulated = _simulated(problem, machine, predictions, failed)
+    simulated = computed.simulated(problem, machine, predictions, failed)
     found: tuple[AnyConfig, Prediction] | None
-    found = simulated or _estimated(problem, machine, frozenset(failed))
+    found = simulated or computed.estimated(problem, machine, frozenset(failed))
     single = latency.single_us(problem, machine)
     if problem.gpus == 1 and found and single.latency_us < found[1].latency_us:
         found, simulated = (Baseline(method="single"), single), None
@@ -288,33 +276,6 @@ def _computed(
         baselines={"single": single.latency_us},
         note=f"{why}; computed by {prediction.model}, which knows no baseline but single",
     )
-
-
-def _simulated(
-    problem: Problem, machine: MachineModel, rows: list[PredictionRow], failed: set[AnyConfig]
-) -> tuple[Config, Prediction] | None:
-    """The fastest config that the newest simulator in the user's database saw."""
-    pairs = [
-        (row.config, row.prediction)
-        for row in rows
-        if isinstance(row.config, Config)
-        and row.prediction.model.startswith("simulator")
-        and row.config not in failed
-        and why_invalid(row.config, problem, sm_count=machine.platform.sm_count) is None
-    ]
-    newest = [pair for pair in pairs if pair[1].model == pairs[-1][1].model]
-    return min(newest, key=lambda pair: pair[1].latency_us, default=None)
-
-
-@lru_cache(maxsize=256)
-def _estimated(
-    problem: Problem, machine: MachineModel, failed: frozenset[AnyConfig]
-) -> tuple[Config, Prediction] | None:
-    from ctatune import latency
-
-    configs = candidates(problem, sm_count=machine.platform.sm_count)
-    pairs = ((c, latency.estimate(problem, c, machine)) for c in configs if c not in failed)
-    return min(pairs, key=lambda pair: pair[1].latency_us, default=None)
 
 
 def _choice(problem: Problem, wanted: dict[str, Any], config: AnyConfig, **rest: Any) -> Choice:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from functools import cache
 from typing import Any, NamedTuple
 
 from ctatune.errors import StoreError
@@ -68,20 +69,57 @@ def parse_line(line: str) -> Row:
 
     Raises: one of DAMAGE when the line is damaged.
     """
-    document = json.loads(line)
-    return decode(Row, document | {"id": 0, "run": document["run"] | {"id": 0}})
+    return decode(Row, _with_ids(json.loads(line)))
 
 
-def load_seed() -> Store:
-    """An in-memory store of the shipped measurements, `measurements/*.jsonl` of the room `db`.
+def _with_ids(document: dict[str, Any]) -> dict[str, Any]:
+    """Ids are one database's own: the lines have none."""
+    return document | {"id": 0, "run": document["run"] | {"id": 0}}
+
+
+@cache
+def shipped(shape: str) -> tuple[Row, ...]:
+    """The shipped measurements of a shape, with ids of 0; read once, and only read by all threads.
 
     Raises: StoreError when a file cannot be read.
     """
-    store = Store.memory()
+    rows = []
+    for origin, document in _shipped_documents().get(shape, ()):
+        try:
+            rows.append(decode(Row, _with_ids(document)))
+        except DAMAGE as error:
+            warn_once(f"{origin} is damaged, skipped: {error}")
+    return tuple(rows)
+
+
+def shipped_shapes() -> tuple[str, ...]:
+    """The shapes of which measurements are shipped."""
+    return tuple(_shipped_documents())
+
+
+@cache
+def _shipped_documents() -> dict[str, list[tuple[str, dict[str, Any]]]]:
+    """The shipped lines of each shape, each with where it stands: not decoded until asked for."""
+    by_shape: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for path in sorted((room("db") / "measurements").glob("*.jsonl")):
         try:
             text = path.read_text(encoding="utf-8", errors="replace")
         except OSError as error:
             raise StoreError(f"shipped measurements {path}: {error.strerror}") from error
-        import_lines(store, text.splitlines(), origin=str(path))
-    return store
+        for number, line in enumerate(text.splitlines(), start=1):
+            origin = f"{path} line {number}"
+            try:
+                document = json.loads(line)
+                sizes = document["problem"]
+                shape = "x".join(str(sizes[name]) for name in "mkhn")
+            except DAMAGE as error:
+                warn_once(f"{origin} is damaged, skipped: {error}")
+            else:
+                by_shape.setdefault(shape, []).append((origin, document))
+    return by_shape
+
+
+def forget_shipped() -> None:
+    """Read the shipped files anew when they are next asked for."""
+    shipped.cache_clear()
+    _shipped_documents.cache_clear()

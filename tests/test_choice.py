@@ -22,7 +22,7 @@ from ctatune.choice import Choice, NoAnswer
 from ctatune.config import AnyConfig, Baseline, parse_config
 from ctatune.errors import StoreError, UsageError
 from ctatune.records import Measurement, Prediction, Regime
-from ctatune.seed import export_lines
+from ctatune.seed import export_lines, forget_shipped
 from ctatune.store import Store
 
 MACHINE = machine_model.load(None)
@@ -47,7 +47,7 @@ def single(latency_us: float, **changes: Any) -> Measurement:
 
 @pytest.fixture(autouse=True)
 def no_shipped_rows(monkeypatch):
-    monkeypatch.setattr(ctatune.choice, "shipped_rows", dict)
+    monkeypatch.setattr(ctatune.choice, "shipped", lambda _: ())
 
 
 @pytest.fixture(autouse=True)
@@ -217,7 +217,7 @@ def test_the_users_rows_win_over_the_shipped_ones(db, monkeypatch):
     with Store.memory() as store:
         store.add_measurement(begin(store, HERE), PROBLEM, CONFIG, final(50.0))
         rows = store.measurements()
-    monkeypatch.setattr(ctatune.choice, "shipped_rows", lambda: {PROBLEM.shape: rows})
+    monkeypatch.setattr(ctatune.choice, "shipped", lambda _: tuple(rows))
     assert (best().latency_us, best().note) == (50.0, "from the shipped measurements")
     run(db, (CONFIG, measured(80.0)))
     assert best().latency_us == 50.0  # finals go before a bare screening
@@ -231,9 +231,9 @@ def test_shipped_rows_are_read_from_the_seed(tmp_path, monkeypatch):
     (tmp_path / "measurements").mkdir()
     (tmp_path / "measurements" / "a.jsonl").write_text("\n".join(lines))
     monkeypatch.setattr(ctatune.seed, "room", lambda _: tmp_path)
-    ctatune.choice.shipped_rows.cache_clear()
+    forget_shipped()
     assert best(db=tmp_path / "none.db").latency_us == 50.0
-    ctatune.choice.shipped_rows.cache_clear()
+    forget_shipped()
 
 
 def test_the_only_platform_of_the_user_is_meant(db):

@@ -29,7 +29,14 @@ from ctatune.records import (
     Verification,
 )
 from ctatune.rows import canonical_json, warn_once
-from ctatune.seed import export_lines, import_lines, load_seed
+from ctatune.seed import (
+    export_lines,
+    forget_shipped,
+    import_lines,
+    parse_line,
+    shipped,
+    shipped_shapes,
+)
 from ctatune.store import Store
 
 PROBLEM = Problem(m=512, k=1024, h=2048, n=1024, gpus=2)
@@ -250,20 +257,24 @@ def test_the_shipped_lines_are_loaded_from_all_files(tmp_path, monkeypatch, capl
     folder = tmp_path / "measurements"
     folder.mkdir()
     monkeypatch.setattr(ctatune.seed, "room", lambda _: tmp_path)
-    with load_seed() as store:
-        assert store.measurements() == []
+    forget_shipped()
+    assert shipped_shapes() == ()
     (folder / "a.jsonl").write_text(first + "\n")
-    (folder / "b.jsonl").write_bytes(b"\xff\xfe\n" + second.encode() + b"\n" + first.encode())
-    with load_seed() as store:
-        assert list(export_lines(store)) == [first, second]
-    assert len(caplog.messages) == 1
+    lacking = second.replace('"trial"', '"trail"')
+    (folder / "b.jsonl").write_text("\ufffd\n" + second + "\n" + lacking + "\n")
+    forget_shipped()
+    rows = [row for shape in shipped_shapes() for row in shipped(shape)]
+    assert rows == [parse_line(first), parse_line(second)]
+    assert [message.count("is damaged") for message in caplog.messages] == [1, 1]
+    forget_shipped()
 
 
 def test_what_is_shipped_is_whole_and_in_canonical_order(caplog):
-    with load_seed() as store:
-        names = store.platforms()
-        lines = {line for name in names for line in export_lines(store, platform=name)}
     folder = ctatune.seed.room("db") / "measurements"
-    shipped = [line for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()]
-    assert lines == set(shipped)
+    for path in folder.glob("*.jsonl"):
+        lines = path.read_text().splitlines()
+        with Store.memory() as store:
+            assert import_lines(store, lines, origin=str(path)).added == len(lines)
+            assert list(export_lines(store)) == lines
+    assert shipped_shapes()
     assert caplog.messages == []
