@@ -129,6 +129,7 @@ def search(
 ) -> None:
     """Measure configs and keep every latency; without a GPU, simulate and keep predictions."""
     from ctatune import session
+    from ctatune.progress import Progress
 
     seconds = _seconds(time_text) if time_text else None
     problems = [_problem(shape, problem_fields) for shape in shapes]
@@ -137,7 +138,7 @@ def search(
         if opened.simulates:
             click.echo(f"ctatune: {opened.note}", err=True)
         for problem in problems:
-            with _Progress(problem) as progress:
+            with Progress(problem) as progress:
                 choice = opened.search(problem, progress.show, trials=trials, seconds=seconds)
             choices.append(choice)
             if not as_json:
@@ -186,6 +187,7 @@ def bench(
     """Race the best configs against every baseline, interleaved, and show the table."""
     from ctatune import race, session
     from ctatune.choice import stored_rows
+    from ctatune.progress import Progress
 
     problems = [_problem(shape, problem_fields) for shape in shapes]
     if not stored:
@@ -193,7 +195,7 @@ def bench(
             if opened.simulates:
                 raise UsageError("a race needs GPUs; `--stored` shows the newest stored one")
             for problem in problems:
-                with _Progress(problem) as progress:
+                with Progress(problem) as progress:
                     opened.search(problem, progress.show, trials=trials, race=True)
     races = {
         problem: race.compare(race.newest(stored_rows(problem, db, platform)))
@@ -220,6 +222,24 @@ def export(db: Path | None, platform: str | None, as_json: bool) -> None:
     with Store.open(db or default_path(), create=False, read_only=True) as store:
         lines = list(export_lines(store, platform=platform))
     click.echo("[" + ",\n".join(lines) + "]" if as_json else "\n".join(lines))
+
+
+@main.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@_db_option
+def merge(files: tuple[Path, ...], db: Path | None) -> None:
+    """Add exported JSON lines to your database; rows that it has are not added twice."""
+    from ctatune.seed import import_lines
+    from ctatune.store import Store, default_path
+
+    with Store.open(db or default_path()) as store:
+        for path in files:
+            try:
+                lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            except OSError as error:
+                raise UsageError(f"cannot read {path}: {error.strerror}") from error
+            done = import_lines(store, lines, origin=str(path))
+            click.echo(f"{path}: {done.added} added, {done.known} known, {done.damaged} damaged")
 
 
 def _command() -> str:
@@ -255,40 +275,6 @@ def _print_choice(choice: Any) -> None:
         click.echo(f"  {method}: {latency_us:.1f} us; the answer is {ratio:.3f} of it")
     if choice.note:
         click.echo(f"  note: {choice.note}")
-
-
-class _Progress:
-    """A bar on stderr with the best latency so far; plain lines where stderr is no terminal."""
-
-    def __init__(self, problem: Problem) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-        console = Console(stderr=True)
-        self._plain = not console.is_terminal
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        self._bar = Progress(*columns, TextColumn("{task.fields[best]}"), console=console)
-        self._task = self._bar.add_task(problem.shape, total=None, best="")
-        self._bar.disable = self._plain
-
-    def __enter__(self) -> _Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def show(self, step: Any) -> None:
-        """Report one trial."""
-        best_us = f"best {step.best_us:.1f} us" if step.best_us is not None else ""
-        self._bar.update(self._task, completed=step.done, total=step.goal, best=best_us)
-        if self._plain or step.latency_us is None:
-            value = f"{step.latency_us:.1f} us" if step.latency_us is not None else step.detail
-            self._bar.console.print(
-                f"{step.done}/{step.goal} {step.config}: {value} ({best_us})",
-                highlight=False,
-                soft_wrap=True,
-            )
 
 
 if __name__ == "__main__":

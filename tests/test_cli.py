@@ -149,6 +149,16 @@ def test_a_stored_race_is_shown_without_a_gpu(tmp_path):
     assert (result.exit_code, result.stdout) == (3, "8x8x8x8: no race is stored\n")
 
 
+def test_what_was_exported_can_be_merged(tmp_path):
+    shipped = Path(__file__).parent.parent / "db" / "measurements" / "nvidia-h200-nv18.jsonl"
+    db = tmp_path / "x.db"
+    count = len(shipped.read_text().splitlines())
+    assert f"{count} added, 0 known, 0 damaged" in ctatune("merge", shipped, "--db", db).stdout
+    assert f"0 added, {count} known, 0 damaged" in ctatune("merge", shipped, "--db", db).stdout
+    assert ctatune("export", "--db", db).stdout == shipped.read_text()
+    fails(ctatune("merge", tmp_path / "none", "--db", db), 2, "cannot read")
+
+
 @without_gpu
 def test_a_race_needs_gpus(tmp_path):
     fails(ctatune("bench", *SHAPE, "--db", tmp_path / "x.db"), 2, "needs GPUs", "--stored")
