@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Protocol
 
 from ctatune import latency, records, space
@@ -216,13 +217,14 @@ def _fastest(latencies: Sequence[float | None]) -> float | None:
     return min((us for us in latencies if us is not None), default=None)
 
 
-def rank(problem: Problem, machine: MachineModel) -> list[Config]:
+@lru_cache(maxsize=8)
+def rank(problem: Problem, machine: MachineModel) -> tuple[Config, ...]:
     """All valid configs, the fastest by the first estimate first."""
     found = space.candidates(problem, sm_count=machine.platform.sm_count)
-    return sorted(found, key=lambda c: latency.estimate(problem, c, machine).latency_us)
+    return tuple(sorted(found, key=lambda c: latency.estimate(problem, c, machine).latency_us))
 
 
-def _order(problem: Problem, ranked: list[Config], proposals: Proposals) -> Iterator[Config]:
+def _order(problem: Problem, ranked: Sequence[Config], proposals: Proposals) -> Iterator[Config]:
     default = space.default_config(problem)
     if default.canonical() in {config.canonical() for config in ranked}:
         yield default
@@ -232,12 +234,12 @@ def _order(problem: Problem, ranked: list[Config], proposals: Proposals) -> Iter
     yield from ranked  # where Optuna finds nothing new
 
 
-def _pipeline(ranked: list[Config]) -> list[Config]:
+def _pipeline(ranked: Sequence[Config]) -> list[Config]:
     """The best pure pipeline by estimate: the paper's own form always races."""
     return [config for config in ranked if config.mix == 0.0][:1]
 
 
-def _diverse(ranked: list[Config]) -> list[Config]:
+def _diverse(ranked: Sequence[Config]) -> list[Config]:
     """The best by estimate, but few of one family: the estimate hardly sees the order of tiles."""
 
     def family(config: Config) -> tuple[object, ...]:
@@ -253,7 +255,7 @@ def _diverse(ranked: list[Config]) -> list[Config]:
 
 
 def _finalists(
-    problem: Problem, ranked: list[Config], known: dict[str, float | None]
+    problem: Problem, ranked: Sequence[Config], known: dict[str, float | None]
 ) -> list[AnyConfig]:
     """The best screened configs, and what always races: default, pure pipeline, baselines."""
     screened = _by_latency(ranked, known)
