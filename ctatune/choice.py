@@ -35,7 +35,7 @@ class Choice:
     """The config to run for a problem. Latencies in microseconds a call.
 
     `source` says how `latency_us` and `baselines` are known; only `measured` ones were observed,
-    all in the same run. `note` says what a person should know about the answer.
+    those of a final all in the same run. `note` says what a person should know about the answer.
     """
 
     shape: str
@@ -146,8 +146,15 @@ def _differences(row: Row, wanted: dict[str, Any]) -> list[str]:
     return [f"{name} differs (row {have[name]}, now {wanted[name]})" for name in unequal]
 
 
+def _failed(same: Sequence[Row]) -> set[AnyConfig]:
+    """Configs that were ever wrong, or whose newest row is a failure."""
+    newest = {row.config: row.measurement.outcome for row in same}
+    wrong = {row.config for row in same if row.measurement.outcome == "wrong"}
+    return wrong | {c for c, outcome in newest.items() if outcome not in ("ok", "throttled")}
+
+
 def _is_timed(row: Row) -> bool:
-    """Whether a row holds a latency of a verified run that nothing marked."""
+    """Whether a row holds a finite latency of a verified run of outcome ok."""
     measured = row.measurement
     verified = measured.verification is not None and measured.verification.passed
     timed = measured.latency_us is not None and 0.0 < measured.latency_us < math.inf
@@ -176,21 +183,23 @@ def _measured(
     first look: the best one of all runs.
     """
     same = [row for row in rows if not _differences(row, wanted)]
-    failed = {row.config for row in same if row.measurement.outcome in ("wrong", "timeout")}
-    heat = [row for row in same if row.measurement.phase == phase and _is_timed(row)]
-    able = [row for row in heat if _may_serve(row) and row.config not in failed]
+    failed = _failed(same)
+    timed = [row for row in same if row.measurement.phase == phase and _is_timed(row)]
+    able = [row for row in timed if _may_serve(row) and row.config not in failed]
     if not able:
         return None
     if phase == "final":
         newest = max(able, key=lambda row: (row.run.utc, row.run.id)).run
         able = [row for row in able if row.run == newest]
-        heat = [row for row in heat if row.run == newest]
+        timed = [row for row in timed if row.run == newest]
     won, tied = _winner(able)
     if tied:
         note = f"a tie with {', '.join(tied)}; {note}".rstrip("; ")
     elif won.config.method != "cta":
         note = f"do not pipeline this: {won.config} is faster than our kernel; {note}".rstrip("; ")
-    rivals = sorted((row for row in heat if row.config.method != "cta"), key=_latency_us)
+    if phase == "screen":
+        note = f"screened, not raced; {note}".rstrip("; ")
+    rivals = sorted((row for row in timed if row.config.method != "cta"), key=_latency_us)
     return _choice(
         problem,
         wanted,
@@ -247,8 +256,7 @@ def _computed(
     from ctatune import computed, latency  # late: they import NumPy
 
     why = _why_not_measured(wanted, rows)
-    same = (row for row in rows if not _differences(row, wanted))
-    failed = {row.config for row in same if row.measurement.outcome not in ("ok", "throttled")}
+    failed = _failed([row for row in rows if not _differences(row, wanted)])
     try:
         machine = load(wanted["platform"]).for_gpus(problem.gpus)
     except UsageError as error:
@@ -274,7 +282,8 @@ def _computed(
         source="simulated" if simulated else "predicted",
         verified=False,
         baselines={"single": single.latency_us},
-        note=f"{why}; computed by {prediction.model}, which knows no baseline but single",
+        note=f"{why}; computed by {prediction.model}, which knows no baseline but single"
+        + ("; one GPU alone is faster" if single.latency_us < prediction.latency_us else ""),
     )
 
 

@@ -1,4 +1,4 @@
-"""The commands: a thin skin over `search`, `best` and `doctor`. Results on stdout, logs on stderr.
+"""The commands: a thin skin over one call each. Results on stdout, logs on stderr.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage, 3 no answer, 130 stopped by Ctrl-C.
 """
@@ -80,7 +80,9 @@ _db_option = click.option(
 )
 _common_options = _options(
     _db_option,
-    click.option("--platform", help="Name of a platform instead of this machine's."),
+    click.option(
+        "--platform", help="Another platform than this machine's; with it nothing is measured."
+    ),
     click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout."),
 )
 
@@ -115,7 +117,11 @@ def doctor(db: Path | None, as_json: bool) -> None:
 @main.command()
 @_shape_option
 @click.option("--trials", type=click.IntRange(1), default=40, show_default=True, help=_TRIALS_HELP)
-@click.option("--time", "time_text", help="Time a shape at most, such as 90s or 10m.")
+@click.option(
+    "--time",
+    "time_text",
+    help="Start no trial of a shape after this time (90s, 10m); the final follows.",
+)
 @_problem_options
 @_common_options
 def search(
@@ -270,7 +276,8 @@ def _print_choice(choice: Any) -> None:
         "" if choice.interval_us is None else " ({:.1f} .. {:.1f})".format(*choice.interval_us)
     )
     click.echo(f"  {choice.latency_us:.1f} us{between}, {choice.source}")
-    for method, latency_us in choice.baselines.items():
+    others = (pair for pair in choice.baselines.items() if pair[0] != choice.method)
+    for method, latency_us in others:
         ratio = choice.latency_us / latency_us
         click.echo(f"  {method}: {latency_us:.1f} us; the answer is {ratio:.3f} of it")
     if choice.note:

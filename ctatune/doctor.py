@@ -62,4 +62,6 @@ def _baselines() -> tuple[bool | None, str]:
 def _database(path: str | None) -> tuple[bool, str]:
     with store.Store.open(path or store.default_path()) as opened:
         counts = len(opened.measurements()), len(opened.predictions())
-        return True, "{}: {} measurements, {} predictions".format(opened.name, *counts)
+        return True, "{}: {} measurements, {} predictions".format(
+            opened.name.removeprefix("database "), *counts
+        )

@@ -19,8 +19,8 @@ HEAD = ("method", "us", "95 % interval", "to best baseline", "of ideal")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One contestant. `ratio` is its latency over the best baseline's, with the interval of the
-    median ratio over rounds; `ideal` is the share of half (1/P) of `single`'s latency."""
+    """One contestant. `ratio` is the median over rounds of its latency over the best baseline's,
+    with its interval; `ideal` is `single` / GPUs / latency."""
 
     row: Row
     latency_us: float
@@ -39,7 +39,8 @@ def newest(rows: Sequence[Row]) -> list[Row]:
     """The finals of the newest run that has a baseline besides `single`, or of the newest run."""
     good = [r for r in rows if r.measurement.phase == "final" and r.measurement.outcome == "ok"]
     full = [r for r in good if r.config.method not in ("cta", "single")] or good
-    return [r for r in good if r.run == full[-1].run]
+    newest_run = max((r.run for r in full), key=lambda run: (run.utc, run.id), default=None)
+    return [r for r in good if r.run == newest_run]
 
 
 def compare(rows: Sequence[Row]) -> list[Line]:
@@ -87,7 +88,7 @@ def markdown(problem: Problem, lines: Sequence[Line]) -> str:
     about = f"{problem.shape}, {problem.output}, {problem.gpus} x {run.platform.gpu}"
     table = [HEAD, tuple("---" for _ in HEAD), *map(cells, lines)]
     text = "\n".join("| " + " | ".join(row) + " |" for row in table)
-    return f"{about} ({run.utc[:10]}, {rounds} interleaved rounds):\n\n{text}\n"
+    return f"{about} ({run.utc[:10]}, {rounds} interleaved rounds, `{run.command}`):\n\n{text}\n"
 
 
 def document(lines: Sequence[Line]) -> list[dict[str, object]]:

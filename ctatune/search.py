@@ -1,12 +1,13 @@
 """Looks for the fastest config: by measuring on GPUs, or by the simulator where there are none.
 
-Order: the baselines, the default and a pure pipeline, the best of a first estimate (few of one
+Order: the baselines, the default and a pure pipeline, the best of a first estimate (one of each
 family), then what Optuna asks for; at last the finalists against each other, interleaved.
 Each trial is stored before the next one starts, and what is stored is not tried again.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import time
@@ -28,10 +29,11 @@ from ctatune.simulate import SIMULATOR, simulate
 from ctatune.store import Store
 from ctatune.worker import Worker
 
+_log = logging.getLogger(__name__)
+
 FIRST_BY_ESTIMATE = 16
-FIRST_OF_FAMILY = 1
 FINALISTS = 4
-PASSING = ("throttled", "timeout", "launch_error")  # may be the machine's fault: tried again
+RETRYABLE = ("throttled", "timeout", "launch_error")  # may be the machine's fault: tried again
 TRIES = 2
 FINAL_MARGIN = 1.05  # screened within this factor of the best one
 
@@ -59,7 +61,7 @@ class Judge(Protocol):
         ...
 
     def raced(self) -> bool:
-        """Whether finalists were compared before."""
+        """Whether finalists were compared since the last trial."""
         ...
 
     def trial(self, config: AnyConfig) -> tuple[float | None, str]:
@@ -85,19 +87,22 @@ class Hardware:
     def known(self) -> dict[str, float | None]:
         found: dict[str, float | None] = {}
         bad_luck: Counter[str] = Counter()
-        for row in self._rows("screen"):
+        for row in self._rows():
+            if row.measurement.phase == "final":
+                continue
             key, outcome = row.config.canonical(), row.measurement.outcome
-            bad_luck[key] += outcome in PASSING
-            if outcome not in PASSING or bad_luck[key] == TRIES:
+            bad_luck[key] += outcome in RETRYABLE
+            if outcome not in RETRYABLE or bad_luck[key] == TRIES:
                 found[key] = row.measurement.latency_us if outcome == "ok" else None
         return found
 
     def raced(self) -> bool:
-        return bool(self._rows("final"))
+        ours = [row.measurement.phase for row in self._rows() if row.config.method == "cta"]
+        return ours[-1:] == ["final"]
 
-    def _rows(self, phase: records.Phase) -> list[Row]:
+    def _rows(self) -> list[Row]:
         rows = self._store.measurements(
-            self._problem, self._worker.platform.name, protocol=records.PROTOCOL, phase=phase
+            self._problem, self._worker.platform.name, protocol=records.PROTOCOL
         )
         return [
             row
@@ -150,7 +155,7 @@ class Simulated:
         elif config.method == "single":
             predicted = latency.single_us(self._problem, self._machine)
         else:
-            return None, "only `single` has a model"
+            return None, "it has no model yet"
         self._store.add_prediction(self._run_id, self._problem, config, predicted)
         return predicted.latency_us, ""
 
@@ -185,7 +190,10 @@ def search(
     made = 0
     for baseline in space.baselines(problem):
         if baseline.canonical() not in known and time.monotonic() < end:
-            known[baseline.canonical()] = judge.trial(baseline)[0]
+            value, detail = judge.trial(baseline)
+            known[baseline.canonical()] = value
+            if value is None:
+                _log.warning("%s does not race: %s", baseline, detail)
     proposals = Proposals(ranked, known)
     for config in _order(problem, ranked, proposals):
         if tried + made >= trials or time.monotonic() > end:
@@ -226,7 +234,7 @@ def rank(problem: Problem, machine: MachineModel) -> tuple[Config, ...]:
 
 def _order(problem: Problem, ranked: Sequence[Config], proposals: Proposals) -> Iterator[Config]:
     default = space.default_config(problem)
-    if default.canonical() in {config.canonical() for config in ranked}:
+    if space.why_invalid(default, problem) is None:
         yield default
     yield from _pipeline(ranked)
     yield from _diverse(ranked)
@@ -240,18 +248,11 @@ def _pipeline(ranked: Sequence[Config]) -> list[Config]:
 
 
 def _diverse(ranked: Sequence[Config]) -> list[Config]:
-    """The best by estimate, but few of one family: the estimate hardly sees the order of tiles."""
-
-    def family(config: Config) -> tuple[object, ...]:
-        return config.up.m, config.up.n, config.stages, config.mix
-
-    taken: Counter[tuple[object, ...]] = Counter()
-    chosen = []
+    """The best by estimate, one of each family: the estimate hardly sees the order of tiles."""
+    families: dict[tuple[object, ...], Config] = {}
     for config in ranked:
-        taken[family(config)] += 1
-        if taken[family(config)] <= FIRST_OF_FAMILY:
-            chosen.append(config)
-    return chosen[:FIRST_BY_ESTIMATE]
+        families.setdefault((config.up.m, config.up.n, config.stages, config.mix), config)
+    return list(families.values())[:FIRST_BY_ESTIMATE]
 
 
 def _finalists(

@@ -106,7 +106,7 @@ def _why_split(config: Config, problem: Problem, sm_count: int) -> str | None:
 
 
 # (tile m, tile n, stages, d_slabs) that fill shared memory: the deepest ring that leaves room for
-# a whole or half a tile of slabs, from DESIGN 5 and the tile table in ../shared/notes/kernels.md.
+# a whole tile of slabs, half a tile, or as many as `why_invalid` asks for (DESIGN 5).
 SHAPES = (
     (128, 256, 3, 4),
     (128, 256, 4, 2),
@@ -124,7 +124,7 @@ PACES_US = (0.0, 4.0, 8.0, 12.0)
 
 
 def default_config(problem: Problem) -> Config:
-    """What to run when nothing is known: tensor parallel by columns with a large tile."""
+    """What to run when nothing is known: tensor parallel by columns, paced from 1024 tokens."""
     m, n, stages, slabs = (64, 128, 8, 2) if problem.m <= 64 else (128, 256, 3, 4)
     tile = Tile(m=m, n=n)
     return Config(
@@ -133,7 +133,7 @@ def default_config(problem: Problem) -> Config:
         stages=stages,
         d_slabs=slabs,
         stage_split=default_split(problem.gpus),
-        pace_us=8.0 if problem.gpus > 1 and problem.m > 1024 else 0.0,
+        pace_us=8.0 if problem.gpus > 1 and problem.m >= 1024 else 0.0,
     )
 
 

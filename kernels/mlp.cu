@@ -1,13 +1,13 @@
 // A CTA-pipelined MLP for sm_90a: Y1 = X W_up^T, Y2 = Y1 W_down^T, bf16 in and out, fp32 sums.
 //
-// One persistent CTA an SM walks its share of this GPU's tile list: first tiles of `up`, whose
+// Persistent CTAs, one an SM at most, each walk a share of this GPU's tile list: first tiles of `up`, whose
 // results are stored into the Y1 of every GPU that needs them, then tiles of `down`. A `down` tile
 // sums over Y1 segment by segment, beginning with its own GPU's, and waits for each as it comes to
 // it, so that transfers hide behind sums. The list is data (ctatune/schedule.py).
 //
 //   warp              role         waits for                        signals
 //   0                 load         empty[stage], panel counters     full[stage] (TMA bytes)
-//   1                 store        d_full[slot], started[gpu]       d_empty[slot], panel counters
+//   1                 store        d_full[slot], started, arrived   d_empty[slot], panels, arrived
 //   4..11 (2 groups)  math         full[stage], d_empty[slot]       empty[stage], d_full[slot]
 //
 // Flags that GPUs share only grow; each stands on its own 128-byte line of the GPU that polls it:

@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 from fakes import FakeBench
 
-from ctatune import search as searching
 from ctatune import space
 from ctatune.choice import best
 from ctatune.machine_model import load
@@ -120,7 +119,7 @@ def test_the_simulator_stores_predictions_only(tmp_path):
         assert search(PROBLEM, judge, MACHINE, lambda _: None, trials=8) == 0
 
 
-def test_first_the_default_then_the_estimate_with_few_of_a_family(tmp_path):
+def test_first_the_default_then_the_estimate_with_one_of_each_family(tmp_path):
     steps = []
     hardware(tmp_path / "x.db", trials=15, report=lambda step: steps.append(step.config))
     ranked = rank(PROBLEM, MACHINE)
@@ -130,7 +129,7 @@ def test_first_the_default_then_the_estimate_with_few_of_a_family(tmp_path):
     assert positions == sorted(positions)
     assert positions[0] == 0 or ranked[0] in steps[:2]
     families = Counter((c.up.m, c.up.n, c.stages, c.mix) for c in steps[2:])
-    assert max(families.values()) <= searching.FIRST_OF_FAMILY
+    assert max(families.values()) == 1
 
 
 def test_optuna_proposes_each_valid_config_at_most_once():
