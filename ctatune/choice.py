@@ -14,7 +14,7 @@ from ctatune.config import AnyConfig, Baseline
 from ctatune.errors import CtatuneError, UsageError
 from ctatune.machine_model import DEFAULT_PLATFORM, load
 from ctatune.problem import Output, Problem, parse_shape
-from ctatune.records import PROTOCOL, Phase, Prediction, Regime
+from ctatune.records import PROTOCOL, Phase, Platform, Prediction, Regime
 from ctatune.rows import PredictionRow, Row
 from ctatune.seed import shipped
 from ctatune.space import default_config, why_invalid
@@ -22,6 +22,7 @@ from ctatune.store import Store, default_path
 
 Source = Literal["measured", "simulated", "predicted"]
 
+PLATFORM_COLUMNS = ("link", "sm_count", "power_limit_w", "driver", "cuda")  # move a latency too
 # Our kernel first: its result is bit for bit that of one GPU, and a call is one launch a GPU.
 TIE_ORDER = ("cta", "tp", "tp_twoshot", "microbatch", "single")
 
@@ -88,7 +89,7 @@ def best(
     kind = {"gpus": gpus, "dtype": dtype, "activation": activation, "output": output}
     problem = Problem(m=m, k=k, h=h, n=n, **kind)  # type: ignore[arg-type]  # it checks them
     user = _read(db or default_path(), problem)
-    wanted = _wanted(problem, platform or _usual_platform(user))
+    wanted = _wanted(problem, _platform(user, platform))
     sources = ((user.rows, ""), (shipped(problem.shape), "from the shipped measurements"))
     for phase in ("final", "screen"):
         for rows, note in sources:
@@ -101,12 +102,23 @@ def stored_rows(problem: Problem, db: Path | None, platform: str | None) -> list
     """The rows that could answer for a problem: shipped ones, then the user's."""
     user = _read(db or default_path(), problem)
     rows = (*shipped(problem.shape), *user.rows)
-    wanted = _wanted(problem, platform or _usual_platform(user))
+    wanted = _wanted(problem, _platform(user, platform))
     return [row for row in rows if not _differences(row, wanted)]
 
 
-def _usual_platform(user: _Known) -> str:
-    return user.platforms[0] if len(user.platforms) == 1 else DEFAULT_PLATFORM
+def _platform(user: _Known, name: str | None) -> dict[str, Any]:
+    """The platform asked for, as it was when the user last measured on it, or as it is shipped."""
+    usual = user.platforms[0] if len(user.platforms) == 1 else DEFAULT_PLATFORM
+    name = name or usual
+    measured = [row.platform for row in user.rows if row.platform.name == name]
+    with suppress(UsageError):  # one that is neither measured nor shipped: the name will differ
+        return _identity(measured[-1] if measured else load(name).platform)
+    return {"platform": name}
+
+
+def _identity(platform: Platform) -> dict[str, Any]:
+    values = {name: getattr(platform, name) for name in PLATFORM_COLUMNS}
+    return {"platform": platform.name} | values
 
 
 def _read(path: Path, problem: Problem) -> _Known:
@@ -122,10 +134,9 @@ def _read(path: Path, problem: Problem) -> _Known:
         )
 
 
-def _wanted(problem: Problem, platform: str) -> dict[str, Any]:
+def _wanted(problem: Problem, platform: dict[str, Any]) -> dict[str, Any]:
     """What must be equal in a row that answers for the problem, by the name of the column."""
-    return {
-        "platform": platform,
+    return platform | {
         "gpus": problem.gpus,
         "dtype": problem.dtype,
         "activation": problem.activation,
@@ -138,7 +149,7 @@ def _wanted(problem: Problem, platform: str) -> dict[str, Any]:
 
 def _differences(row: Row, wanted: dict[str, Any]) -> list[str]:
     regime = row.measurement.regime
-    have = _wanted(row.problem, row.platform.name)
+    have = _wanted(row.problem, _identity(row.platform))
     have |= {"regime": f"{regime.load}/{regime.cache}", "protocol": row.protocol}
     if row.config.method == "cta":
         have["kernel_hash"] = row.kernel_hash

@@ -206,6 +206,21 @@ def test_a_mismatch_is_a_miss_that_names_the_column(db, measurement, problem, pl
     assert f"measured rows exist but {note}" in choice.note
 
 
+@pytest.mark.parametrize(
+    ("column", "value"), [("driver", "575"), ("power_limit_w", 650), ("cuda", "12.9")]
+)
+def test_what_else_moves_a_latency_is_part_of_the_platform(db, column, value):
+    run(db, (CONFIG, final(50.0)), platform=replace(HERE, **{column: value}))
+    run(db, (OTHER, measured(60.0)))  # the machine as it is now
+    assert (best().config, best().latency_us) == (OTHER, 60.0)
+    run(db, (OTHER, measured(70.0)), problem=replace(PROBLEM, output="last"))
+    with Store.open(db) as store:
+        rows = store.measurements()
+    wanted = ctatune.choice._wanted(PROBLEM, ctatune.choice._identity(HERE))
+    named = f"{column} differs (row {value}, now {getattr(HERE, column)})"
+    assert ctatune.choice._differences(rows[0], wanted) == [named]
+
+
 def test_a_row_of_another_protocol_or_shape_is_a_miss(db, monkeypatch):
     run(db, (CONFIG, measured()))
     monkeypatch.setattr(ctatune.choice, "PROTOCOL", 2)
