@@ -1,9 +1,9 @@
 // A CTA-pipelined MLP for sm_90a: Y1 = X W_up^T, Y2 = Y1 W_down^T, bf16 in and out, fp32 sums.
 //
-// Persistent CTAs, one an SM at most, each walk a share of this GPU's tile list: first tiles of `up`, whose
-// results are stored into the Y1 of every GPU that needs them, then tiles of `down`. A `down` tile
-// sums over Y1 segment by segment, beginning with its own GPU's, and waits for each as it comes to
-// it, so that transfers hide behind sums. The list is data (ctatune/schedule.py).
+// Persistent CTAs, one an SM at most, walk this GPU's tile list: first tiles of `up`, whose results
+// are stored into the Y1 of every GPU that needs them, then tiles of `down`. A `down` tile sums over
+// Y1 segment by segment, beginning with its own GPU's, and waits for each as it comes to it, so that
+// transfers hide behind sums. The list is data (ctatune/schedule.py).
 //
 //   warp              role         waits for                        signals
 //   0                 load         empty[stage], panel counters     full[stage] (TMA bytes)
