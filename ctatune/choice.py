@@ -90,12 +90,13 @@ def best(
     problem = Problem(m=m, k=k, h=h, n=n, **kind)  # type: ignore[arg-type]  # it checks them
     user = _read(db or default_path(), problem)
     wanted = _wanted(problem, _platform(user, platform))
-    sources = ((user.rows, ""), (shipped(problem.shape), "from the shipped measurements"))
+    ours, theirs = _same(user.rows, wanted), _same(shipped(problem.shape), wanted)
     for phase in ("final", "screen"):
-        for rows, note in sources:
-            if choice := _measured(problem, wanted, rows, phase, note):
+        for same, note in ((ours, ""), (theirs, "from the shipped measurements")):
+            if choice := _measured(problem, wanted, same, phase, note):
                 return choice
-    return _computed(problem, wanted, user, (*user.rows, *shipped(problem.shape)))
+    why = _why_not_measured(wanted, (*user.rows, *shipped(problem.shape)))
+    return _computed(problem, wanted, user.predictions, _failed([*ours, *theirs]), why)
 
 
 def stored_rows(problem: Problem, db: Path | None, platform: str | None) -> list[Row]:
@@ -103,7 +104,7 @@ def stored_rows(problem: Problem, db: Path | None, platform: str | None) -> list
     user = _read(db or default_path(), problem)
     rows = (*shipped(problem.shape), *user.rows)
     wanted = _wanted(problem, _platform(user, platform))
-    return [row for row in rows if not _differences(row, wanted)]
+    return _same(rows, wanted)
 
 
 def _platform(user: _Known, name: str | None) -> dict[str, Any]:
@@ -157,6 +158,11 @@ def _differences(row: Row, wanted: dict[str, Any]) -> list[str]:
     return [f"{name} differs (row {have[name]}, now {wanted[name]})" for name in unequal]
 
 
+def _same(rows: Sequence[Row], wanted: dict[str, Any]) -> list[Row]:
+    """The rows of the identity that is wanted."""
+    return [row for row in rows if not _differences(row, wanted)]
+
+
 def _failed(same: Sequence[Row]) -> set[AnyConfig]:
     """Configs that were ever wrong, or whose newest row is a failure."""
     newest = {row.config: row.measurement.outcome for row in same}
@@ -186,14 +192,13 @@ def _latency_us(row: Row) -> float:
 
 
 def _measured(
-    problem: Problem, wanted: dict[str, Any], rows: Sequence[Row], phase: Phase, note: str
+    problem: Problem, wanted: dict[str, Any], same: Sequence[Row], phase: Phase, origin: str
 ) -> Choice | None:
     """The fastest of the newest finals, or of all screenings; never a config that ever failed.
 
     Finals ran interleaved, so those of different runs are not compared. Screenings are only a
     first look: the best one of all runs.
     """
-    same = [row for row in rows if not _differences(row, wanted)]
     failed = _failed(same)
     timed = [row for row in same if row.measurement.phase == phase and _is_timed(row)]
     able = [row for row in timed if _may_serve(row) and row.config not in failed]
@@ -204,12 +209,11 @@ def _measured(
         able = [row for row in able if row.run == newest]
         timed = [row for row in timed if row.run == newest]
     won, tied = _winner(able)
+    notes = ["screened, not raced"] if phase == "screen" else []
     if tied:
-        note = f"a tie with {', '.join(tied)}; {note}".rstrip("; ")
+        notes.append(f"a tie with {', '.join(tied)}")
     elif won.config.method != "cta":
-        note = f"do not pipeline this: {won.config} is faster than our kernel; {note}".rstrip("; ")
-    if phase == "screen":
-        note = f"screened, not raced; {note}".rstrip("; ")
+        notes.append(f"do not pipeline this: {won.config} is faster than our kernel")
     rivals = sorted((row for row in timed if row.config.method != "cta"), key=_latency_us)
     return _choice(
         problem,
@@ -220,7 +224,7 @@ def _measured(
         source="measured",
         verified=True,
         baselines={row.config.method: _latency_us(row) for row in reversed(rivals)},
-        note=note,
+        note="; ".join(filter(None, [*notes, origin])),
     )
 
 
@@ -261,22 +265,24 @@ def _why_not_measured(wanted: dict[str, Any], rows: Sequence[Row]) -> str:
 
 
 def _computed(
-    problem: Problem, wanted: dict[str, Any], user: _Known, rows: Sequence[Row]
+    problem: Problem,
+    wanted: dict[str, Any],
+    predictions: Sequence[PredictionRow],
+    failed: set[AnyConfig],
+    why: str,
 ) -> Choice:
     """The fastest config by the user's simulations, else by the estimate; never a failed one."""
     from ctatune import computed, latency  # late: they import NumPy
 
-    why = _why_not_measured(wanted, rows)
-    failed = _failed([row for row in rows if not _differences(row, wanted)])
     try:
         machine = load(wanted["platform"]).for_gpus(problem.gpus)
     except UsageError as error:
         raise NoAnswer(f"{why}; nothing can be computed: {error}") from error
     name = machine.platform.name
-    predictions = [row for row in user.predictions if row.run.platform.name == name]
+    predictions = [row for row in predictions if row.run.platform.name == name]
     simulated = computed.simulated(problem, machine, predictions, failed)
     found: tuple[AnyConfig, Prediction] | None
-    found = simulated or computed.estimated(problem, machine, frozenset(failed))
+    found = simulated or computed.estimated(problem, machine, failed)
     single = latency.single_us(problem, machine)
     if problem.gpus == 1 and found and single.latency_us < found[1].latency_us:
         found, simulated = (Baseline(method="single"), single), None

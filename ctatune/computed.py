@@ -1,4 +1,4 @@
-"""The fastest config by a model, for a problem that nobody measured."""
+"""The space ranked by a model, and the fastest config for a problem that nobody measured."""
 
 from __future__ import annotations
 
@@ -30,11 +30,16 @@ def simulated(
     return min(newest, key=lambda pair: pair[1].latency_us, default=None)
 
 
-@lru_cache(maxsize=256)
 def estimated(
-    problem: Problem, machine: MachineModel, failed: frozenset[AnyConfig]
+    problem: Problem, machine: MachineModel, failed: set[AnyConfig]
 ) -> tuple[Config, Prediction] | None:
     """The fastest config by the first estimate, of all valid ones that did not fail."""
-    configs = candidates(problem, sm_count=machine.platform.sm_count)
-    pairs = ((c, latency.estimate(problem, c, machine)) for c in configs if c not in failed)
-    return min(pairs, key=lambda pair: pair[1].latency_us, default=None)
+    config = next((c for c in rank(problem, machine) if c not in failed), None)
+    return config and (config, latency.estimate(problem, config, machine))
+
+
+@lru_cache(maxsize=256)
+def rank(problem: Problem, machine: MachineModel) -> tuple[Config, ...]:
+    """All valid configs, the fastest by the first estimate first."""
+    found = candidates(problem, sm_count=machine.platform.sm_count)
+    return tuple(sorted(found, key=lambda c: latency.estimate(problem, c, machine).latency_us))

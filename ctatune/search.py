@@ -14,10 +14,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Protocol
 
 from ctatune import latency, records, space
+from ctatune.computed import rank
 from ctatune.config import AnyConfig, Config
 from ctatune.jit import kernel_hash
 from ctatune.machine_model import MachineModel
@@ -175,7 +175,7 @@ def search(
 ) -> int:
     """Try configs until `trials` are stored for this problem (earlier runs count) or time is up.
 
-    The finalists race when a trial was made, when they never did, or when `race` asks for it.
+    The finalists race when a trial was made, now or since the last race, or when `race` asks.
 
     Returns the number of trials made now. `KeyboardInterrupt` may end it at any moment; what was
     reported is stored.
@@ -223,13 +223,6 @@ def search(
 
 def _fastest(latencies: Sequence[float | None]) -> float | None:
     return min((us for us in latencies if us is not None), default=None)
-
-
-@lru_cache(maxsize=8)
-def rank(problem: Problem, machine: MachineModel) -> tuple[Config, ...]:
-    """All valid configs, the fastest by the first estimate first."""
-    found = space.candidates(problem, sm_count=machine.platform.sm_count)
-    return tuple(sorted(found, key=lambda c: latency.estimate(problem, c, machine).latency_us))
 
 
 def _order(problem: Problem, ranked: Sequence[Config], proposals: Proposals) -> Iterator[Config]:
