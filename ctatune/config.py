@@ -20,21 +20,24 @@ class Tile:
     """The output tile of one layer and the order in which a GPU walks its tiles.
 
     `m` rows (tokens) by `n` columns (features). `group_m` tile rows are walked together, column
-    by column (1: a whole panel before the next one).
+    by column (1: a whole panel before the next one). `split_k` CTAs of a cluster share a tile:
+    each sums a part of K, and then stores a part of the rows.
     """
 
     m: int
     n: int
     group_m: int = 1
+    split_k: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("m", "n", "group_m"):
+        for name in ("m", "n", "group_m", "split_k"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise UsageError(f"tile {name} must be an integer of at least 1, got {value!r}")
 
     def __str__(self) -> str:
-        return f"{self.m}x{self.n}/g{self.group_m}"
+        split = f"/k{self.split_k}" if self.split_k > 1 else ""
+        return f"{self.m}x{self.n}/g{self.group_m}{split}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +45,11 @@ class Config:
     """A CTA-pipelined configuration. `canonical()` is its only key.
 
     `stage_split` is (p_up, p_down): how many GPUs belong to each stage. `mix` in [0, 1]: 0 is the
-    pure pipeline, 1 is pure tensor parallel. `stages` is the depth of the shared-memory ring that
-    both layers use, `d_slabs` the number of 64-column slabs that finished tiles wait in.
+    pure pipeline, 1 is pure tensor parallel. `stages` is the depth of the shared-memory ring in tiles
+    of `up` (`down` has as many of its own as fit into the same memory), `d_slabs` the number of
+    64-column slabs that finished tiles wait in. With `multicast`, two CTAs whose tiles lie one
+    above the other load their common weights once. With `direct`, results are stored from
+    registers and not through slabs and TMA.
     `ctas` is the number of CTAs on each GPU, 0 for one an SM. `pace_us` is the time between the
     stores of two slabs to peers by one CTA: spread out, they do not hold up the loads of tiles.
     """
@@ -57,6 +63,8 @@ class Config:
     down_axis: DownAxis = "n"
     ctas: int = 0
     pace_us: float = 0.0
+    multicast: bool = False
+    direct: bool = False
     method: Literal["cta"] = "cta"
 
     def __post_init__(self) -> None:
@@ -75,6 +83,11 @@ class Config:
         if min(self.stage_split) < 0 or len(self.stage_split) != 2:
             raise UsageError(f"stage_split is p_up:p_down, got {self.stage_split}")
 
+    @property
+    def cluster(self) -> int:
+        """CTAs of a cluster, which run at the same time on neighbouring SMs."""
+        return 2 if self.multicast else max(self.up.split_k, self.down.split_k)
+
     def canonical(self) -> str:
         """The config as JSON with sorted keys and no spaces, without fields that are default."""
         return _canonical(self)
@@ -86,6 +99,8 @@ class Config:
             f"slabs {self.d_slabs} mix {self.mix:g} split {split} axis {self.down_axis}"
             + (f" ctas {self.ctas}" if self.ctas else "")
             + (f" pace {self.pace_us:g}" if self.pace_us else "")
+            + (" multicast" if self.multicast else "")
+            + (" direct" if self.direct else "")
         )
 
 
@@ -137,6 +152,9 @@ def _canonical(config: AnyConfig) -> str:
     """A field that is added later, with the old behaviour as its default, changes no key."""
     default = _defaults(type(config))
     values = {n: v for n, v in asdict(config).items() if n not in default or v != default[n]}
+    for tile in (values.get("up", {}), values.get("down", {})):
+        if tile.get("split_k") == 1:
+            del tile["split_k"]
     return json.dumps(values, sort_keys=True, separators=(",", ":"))
 
 

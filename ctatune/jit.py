@@ -46,13 +46,20 @@ def preamble(config: Config, *, skip_wait: bool = False) -> str:
     constants = {
         "kUpM": config.up.m,
         "kUpN": config.up.n,
+        "kUpSplit": config.up.split_k,
         "kDownM": config.down.m,
         "kDownN": config.down.n,
+        "kDownSplit": config.down.split_k,
         "kStages": config.stages,
         "kSlabs": config.d_slabs,
     }
     lines = [f"constexpr int {name} = {value};" for name, value in constants.items()]
-    lines.append(f"constexpr bool kSkipWait = {str(skip_wait).lower()};")
+    switches = {
+        "kMulticast": config.multicast,
+        "kDirect": config.direct,
+        "kSkipWait": skip_wait,
+    }
+    lines += [f"constexpr bool {name} = {str(on).lower()};" for name, on in switches.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -130,10 +130,11 @@ def _looked_at(problem: Problem, config: Config) -> list[tuple[int, int]]:
 
 def _indices(work: Work, panel: int) -> tuple[int, int]:
     """Indices in the grouped raster of the first and the last tile of a panel."""
-    group = work.tile.group_m
+    group, split = work.tile.group_m, work.tile.split_k
     first_row = panel // group * group
     first = first_row * work.tiles_n + panel - first_row
-    return first, first + (work.tiles_n - 1) * min(group, work.tiles_m - first_row)
+    last = first + (work.tiles_n - 1) * min(group, work.tiles_m - first_row)
+    return first * split, last * split + split - 1
 
 
 def _computed_us(gpu: Parts, panel: int, machine: MachineModel, *, sent: bool = False) -> float:
@@ -163,7 +164,7 @@ def _rest_us(peers: Counter[Parts], panel: int, machine: MachineModel) -> float:
         return 0.0
     sent_us = max(_computed_us(peer, panel, machine, sent=True) for peer in senders)
     first_us = min(up.tile_us for up, _ in senders)
-    row_tiles = sum(peers[peer] * peer[0].work.tiles_n for peer in senders)
+    row_tiles = sum(peers[p] * p[0].work.tiles / p[0].work.tiles_m for p in senders)
     row_in_us = row_tiles * machine.link_us(max(up.work.tile_bytes for up, _ in senders))
     return max(sent_us, first_us + (panel + 1) * row_in_us) + machine.flag_us
 

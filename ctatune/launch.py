@@ -23,9 +23,9 @@ from ctatune.gpus import LINE_BYTES, Arena, Gpus, check
 from ctatune.problem import MAX_GPUS
 from ctatune.records import KernelBuild
 from ctatune.schedule import DOWN, UP, Schedule
-from ctatune.space import TILE_K, smem_bytes
+from ctatune.space import TILE_K, math_groups, out_rows, smem_bytes
 
-THREADS = 384
+GROUP_THREADS = 128
 SEGMENT_UNIT = 256
 BF16_BYTES = 2
 POLL_TIMEOUT_NS = 2_000_000_000
@@ -38,6 +38,8 @@ PARAMS = np.dtype(
         ("y1", "V128"),
         ("y1_out", "V128", MAX_GPUS),
         ("y2_out", "V128", MAX_GPUS),
+        ("y1_to", "u8", MAX_GPUS),
+        ("y2_to", "u8", MAX_GPUS),
         ("panels_out", "u8", MAX_GPUS),
         ("arrived_out", "u8", MAX_GPUS),
         ("started_out", "u8", MAX_GPUS),
@@ -51,14 +53,16 @@ PARAMS = np.dtype(
         ("timeout_ns", "i8"),
         ("tile_count", "i4"),
         ("m", "i4"),
+        ("h", "i4"),
+        ("n", "i4"),
         ("up_k_blocks", "i4"),
-        ("down_k_blocks", "i4"),
         ("x_box_bytes", "i4"),
         ("y1_box_bytes", "i4"),
         ("panel_count", "i4"),
         ("segment_count", "i4"),
         ("arrivals", "i4"),
         ("pace_ns", "i4"),
+        ("y1_parity", "i4"),
         ("segment_tiles", "i4", MAX_GPUS),
         ("segment_block", "i4", MAX_GPUS + 1),
         ("y1_outs", "i4"),
@@ -69,7 +73,7 @@ PARAMS = np.dtype(
         ("y2_own", "i4"),
         ("y1_gpu", "i4", MAX_GPUS),
         ("y2_gpu", "i4", MAX_GPUS),
-        ("padding", "V56"),  # the struct is aligned to 128 bytes
+        ("padding", "V52"),  # the struct is aligned to 128 bytes
     ],
     align=True,
 )
@@ -153,10 +157,11 @@ class Mlp:
         smem = smem_bytes(config)
         (self._kernel,) = gpus.load(cubin, ["mlp"], smem_bytes=smem)
         self._function = driver.CUfunction(int(self._kernel.handle))
-        self.ctas = config.ctas or gpus.sm_count
         self._smem_bytes = smem
+        self._threads = GROUP_THREADS * (1 + math_groups(config))
+        self.ctas = config.ctas or self._resident_ctas()
         self._place_workspace(arena)
-        sizes = [len(tiles) * len(STAMPS) * 8 if stamps else 0 for tiles in schedule.tiles]
+        sizes = [len(slots) * len(STAMPS) * 8 if stamps else 0 for slots in self._slots]
         self._stamps = [arena.zeros(g, size) if size else 0 for g, size in enumerate(sizes)]
         self._params = [
             [_Argument(self._fill(gpu, operands)) for gpu in self._all] for operands in sets
@@ -165,6 +170,26 @@ class Mlp:
     @property
     def _all(self) -> range:
         return range(self.schedule.problem.gpus)
+
+    def _resident_ctas(self) -> int:
+        """CTAs that run at the same time: clusters that fit, since CTAs wait for each other."""
+        cluster = self.schedule.config.cluster
+        if cluster == 1:
+            return self._gpus.sm_count
+        size = driver.CUlaunchAttribute()
+        size.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size.value.clusterDim.x = cluster
+        size.value.clusterDim.y = size.value.clusterDim.z = 1
+        launch = driver.CUlaunchConfig()
+        launch.gridDimX, launch.gridDimY, launch.gridDimZ = cluster, 1, 1
+        launch.blockDimX, launch.blockDimY, launch.blockDimZ = self._threads, 1, 1
+        launch.sharedMemBytes = self._smem_bytes
+        launch.attrs, launch.numAttrs = [size], 1
+        clusters = []
+        for gpu in self._all:
+            self._gpus.use(gpu)
+            clusters.append(int(check(driver.cuOccupancyMaxActiveClusters(self._function, launch))))
+        return cluster * min(clusters)
 
     def _place_workspace(self, arena: Arena) -> None:
         problem, schedule = self.schedule.problem, self.schedule
@@ -176,7 +201,8 @@ class Mlp:
         self._arrived = [arena.zeros(gpu, LINE_BYTES) for gpu in self._all]
         self._calls = [arena.zeros(gpu, 2 * LINE_BYTES) for gpu in self._all]
         self._errors = [arena.zeros(gpu, ERROR.itemsize) for gpu in self._all]
-        self._tiles = [arena.upload(gpu, _packed(schedule.tiles[gpu])) for gpu in self._all]
+        self._slots = [schedule.slots(gpu) for gpu in self._all]
+        self._tiles = [arena.upload(gpu, _packed(self._slots[gpu])) for gpu in self._all]
 
     def poison(self) -> None:
         """Fill Y1 with NaN (all bits set)."""
@@ -191,20 +217,20 @@ class Mlp:
         self._fill_maps(p, gpu, operands)
         self._fill_flags(p, gpu)
         schedule, problem, config = self.schedule, self.schedule.problem, self.schedule.config
-        p["tiles"], p["tile_count"] = self._tiles[gpu], len(schedule.tiles[gpu])
+        p["tiles"], p["tile_count"] = self._tiles[gpu], len(self._slots[gpu])
         p["stamps"] = self._stamps[gpu]
-        p["m"] = problem.m
+        p["m"], p["h"], p["n"] = problem.m, problem.h, problem.n
         p["up_k_blocks"] = -(-problem.k // TILE_K)
-        p["down_k_blocks"] = -(-problem.h // TILE_K)
         p["x_box_bytes"] = _box_rows(config.up.m, problem.m) * TILE_K * BF16_BYTES
         p["y1_box_bytes"] = _box_rows(config.down.m, problem.m) * TILE_K * BF16_BYTES
         p["panel_count"] = schedule.panels
         segments = schedule.segments
         p["pace_ns"] = round(1000 * config.pace_us)
+        p["y1_parity"] = 1
         p["segment_count"] = len(segments)
-        p["segment_tiles"][: len(segments)] = schedule.segment_tiles
+        p["segment_tiles"][: len(segments)] = schedule.segment_arrivals
         p["segment_block"][: len(segments)] = [segment.start // TILE_K for segment in segments]
-        p["segment_block"][len(segments)] = p["down_k_blocks"]
+        p["segment_block"][len(segments)] = -(-problem.h // TILE_K)
         return p
 
     def _fill_maps(self, p: Any, gpu: int, operands: Operands) -> None:
@@ -213,17 +239,24 @@ class Mlp:
         down_rows = _box_rows(config.down.m, problem.m)
         y1_sizes = (2, problem.m, problem.h)
         columns = self.schedule.columns
+        sharers = 2 if config.multicast else 1  # CTAs that load a part of each weight tile
         p["x"] = np.void(tensor_map(operands.x[gpu], (problem.m, problem.k), up_rows))
         if own := columns[UP][gpu].width:
-            p["w_up"] = np.void(tensor_map(operands.w_up[gpu], (own, problem.k), config.up.n))
+            box = config.up.n // sharers
+            p["w_up"] = np.void(tensor_map(operands.w_up[gpu], (own, problem.k), box))
             for i, to in enumerate(_nearest(gpu, self.schedule.y1_gpus)):
-                p["y1_out"][i] = np.void(tensor_map(self._y1[to], y1_sizes, up_rows))
+                rows = min(up_rows, out_rows(config.up))
+                p["y1_to"][i] = self._y1[to]
+                p["y1_out"][i] = np.void(tensor_map(self._y1[to], y1_sizes, rows))
         if own := columns[DOWN][gpu].width:
-            p["w_down"] = np.void(tensor_map(operands.w_down[gpu], (own, problem.h), config.down.n))
+            box = config.down.n // sharers
+            p["w_down"] = np.void(tensor_map(operands.w_down[gpu], (own, problem.h), box))
             p["y1"] = np.void(tensor_map(self._y1[gpu], y1_sizes, down_rows))
             for i, to in enumerate(_nearest(gpu, self.schedule.y2_gpus[gpu])):
                 y2_sizes = (problem.m, problem.n)
-                p["y2_out"][i] = np.void(tensor_map(operands.y2[to], y2_sizes, down_rows))
+                rows = min(down_rows, out_rows(config.down))
+                p["y2_to"][i] = operands.y2[to]
+                p["y2_out"][i] = np.void(tensor_map(operands.y2[to], y2_sizes, rows))
 
     def _fill_flags(self, p: Any, gpu: int) -> None:
         schedule = self.schedule
@@ -259,7 +292,7 @@ class Mlp:
             driver.cuLaunchKernel(
                 self._function,
                 *(self.ctas, *one),
-                *(THREADS, *one),
+                *(self._threads, *one),
                 self._smem_bytes,
                 stream,
                 params.address,
@@ -273,8 +306,8 @@ class Mlp:
             raise_poll_error(self._gpus, gpu, self._errors[gpu])
 
     def stamps(self, gpu: int) -> NDArray[np.int64]:
-        """Times of the last call on `gpu`: tiles x STAMPS, in ns of that GPU's global timer."""
-        shape = (len(self.schedule.tiles[gpu]), len(STAMPS))
+        """Times of the last call on `gpu`: slots x STAMPS, in ns of that GPU's global timer."""
+        shape = (len(self._slots[gpu]), len(STAMPS))
         return self._gpus.download(gpu, self._stamps[gpu], shape, np.int64)
 
     def build(self) -> KernelBuild:
@@ -303,10 +336,10 @@ def _nearest(gpu: int, receivers: Sequence[int]) -> list[int]:
     return sorted(receivers, key=lambda to: (to - gpu) % MAX_GPUS)
 
 
-def _packed(tiles: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Tiles as the kernel reads them: the segment stands above the layer in the first word."""
-    packed = tiles[:, :4].copy()
-    packed[:, 0] += SEGMENT_UNIT * tiles[:, 4]
+def _packed(slots: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Slots as the kernel reads them: the segment stands above the layer in the first word."""
+    packed = slots[:, :4].copy()
+    packed[:, 0] += SEGMENT_UNIT * slots[:, 4]
     return packed
 
 

@@ -13,7 +13,7 @@ from ctatune.errors import UsageError
 from ctatune.problem import DTYPES
 from ctatune.records import Platform, Prediction
 from ctatune.rooms import room
-from ctatune.space import MATH_GROUPS, TILE_K
+from ctatune.space import TILE_K
 
 DEFAULT_PLATFORM = "nvidia-h200-nv18"
 ELEMENT_BYTES = DTYPES["bf16"]
@@ -28,7 +28,10 @@ _MAY_BE_ZERO = {"burst_loss", "droop_fraction", "wave_softness", "flag_us", "lau
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The part of one layer that lies on one GPU: m x `inputs` times `columns` of its outputs."""
+    """The part of one layer that lies on one GPU: m x `inputs` times `columns` of its outputs.
+
+    `tiles` counts the parts of a split tile as tiles: each is a CTA's work, with fewer `k_steps`.
+    """
 
     m: int
     inputs: int
@@ -43,12 +46,13 @@ class Work:
 
     def __post_init__(self) -> None:
         tiles_m, tiles_n = -(-self.m // self.tile.m), -(-self.columns // self.tile.n)
-        tiles = tiles_m * tiles_n
+        tiles = tiles_m * tiles_n * self.tile.split_k
         object.__setattr__(self, "tiles_m", tiles_m)
         object.__setattr__(self, "tiles_n", tiles_n)
         object.__setattr__(self, "tiles", tiles)
         object.__setattr__(self, "active", min(self.ctas, tiles))
-        object.__setattr__(self, "k_steps", -(-self.inputs // TILE_K))
+        k_blocks = -(-self.inputs // TILE_K)
+        object.__setattr__(self, "k_steps", -(-k_blocks // self.tile.split_k))
 
     @property
     def tile_bytes(self) -> float:
@@ -172,11 +176,12 @@ class MachineModel:
         """
         row_bytes = work.inputs * ELEMENT_BYTES
         cache_bytes = L2_SHARE * self.platform.l2_bytes
-        rows = min(work.tiles_m, max(work.tile.group_m, work.active / work.tiles_n))
+        together = work.active / work.tile.split_k
+        rows = min(work.tiles_m, max(work.tile.group_m, together / work.tiles_n))
         fits = work.columns * row_bytes <= cache_bytes
         weight_passes = 1.0 if fits else work.tiles_m / rows
         fits = rows * work.tile.m * row_bytes <= cache_bytes
-        input_passes = 1.0 if fits else max(1.0, work.tiles_n * rows / work.active)
+        input_passes = 1.0 if fits else max(1.0, work.tiles_n * rows / together)
         return row_bytes * (work.m * input_passes + work.columns * weight_passes)
 
 
@@ -194,7 +199,7 @@ def wgmma_rows(tile: Tile) -> int:
     """Operand rows that one K-step reads from shared memory: each 64-row WGMMA reads its own A and
     all of B that its math group works on.
     """
-    groups_n = min(MATH_GROUPS, tile.n // 64) if tile.m <= 64 else 1
+    groups_n = min(2, tile.n // 64) if tile.m <= 64 else 1
     return -(-tile.m // 64) * (groups_n * 64 + tile.n)
 
 

@@ -16,6 +16,7 @@ from ctatune.config import Config, Tile
 from ctatune.problem import Problem
 
 UP, DOWN = 0, 1
+NOTHING = 2  # instead of a layer: a slot without a tile
 
 
 class Columns(NamedTuple):
@@ -63,6 +64,26 @@ class Schedule:
         """Panels of Y1 that a `down` tile starting at `row` reads."""
         last = min(row + self.config.down.m, self.problem.m) - 1
         return range(row // self.config.up.m, last // self.config.up.m + 1)
+
+    @property
+    def segment_arrivals(self) -> tuple[int, ...]:
+        """What the counter of each segment of a panel gains in a call: one for each part."""
+        return tuple(count * self.config.up.split_k for count in self.segment_tiles)
+
+    def slots(self, gpu: int) -> NDArray[np.int32]:
+        """What the CTAs of a GPU take: rows of (tile, part), CTA c of C takes rows c, c + C, ... .
+
+        The CTAs of a cluster are neighbours. A split tile fills `split_k` slots, one a part; rows
+        of NOTHING fill the last cluster of a layer.
+        """
+        tiles, cluster = self.tiles[gpu], self.config.cluster
+        parts = []
+        for layer, tile in ((UP, self.config.up), (DOWN, self.config.down)):
+            own = np.repeat(tiles[tiles[:, 0] == layer], tile.split_k, axis=0)
+            part = np.arange(len(own), dtype=np.int32) % tile.split_k
+            padding = np.full((-len(own) % cluster, 6), (NOTHING, 0, 0, 0, 0, 0), np.int32)
+            parts += [np.column_stack([own, part]), padding]
+        return np.concatenate(parts).astype(np.int32)
 
     def senders(self, gpu: int) -> tuple[int, ...]:
         """Peers that store tiles of Y2 into `gpu`."""

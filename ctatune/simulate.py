@@ -17,7 +17,7 @@ from ctatune.latency import gpu_parts
 from ctatune.machine_model import ELEMENT_BYTES, MachineModel, faded, pace_delay_us, prediction
 from ctatune.problem import Problem
 from ctatune.records import Prediction
-from ctatune.schedule import DOWN, UP, Schedule, build
+from ctatune.schedule import DOWN, NOTHING, UP, Schedule, build
 from ctatune.space import TILE_K
 
 SIMULATOR = "simulator-2"
@@ -98,7 +98,7 @@ class _Simulation:
             (gpu, panel, segment): _Arrivals(count)
             for gpu in range(problem.gpus)
             for panel in range(schedule.panels)
-            for segment, count in enumerate(schedule.segment_tiles)
+            for segment, count in enumerate(schedule.segment_arrivals)
         }
         self.heap: list[tuple[float, int, _Cta]] = []
         self.sequence = itertools.count()
@@ -106,9 +106,10 @@ class _Simulation:
         self.end_us = 0.0
 
     def run(self) -> Timeline:
-        for gpu, tiles in enumerate(self.schedule.tiles):
+        for gpu in range(self.schedule.problem.gpus):
+            slots = self.schedule.slots(gpu)
             for index in range(self.ctas):
-                own = tiles[index :: self.ctas].tolist()
+                own = [s for s in slots[index :: self.ctas].tolist() if s[0] != NOTHING]
                 self._start(_Cta(gpu=gpu, index=index, tiles=own, now_us=self.machine.launch_us))
         while self.heap:
             now, _, cta = heappop(self.heap)
@@ -119,7 +120,7 @@ class _Simulation:
     def _check_nobody_waits(self) -> None:
         for (gpu, panel, segment), arrivals in self.seen.items():
             if arrivals.waiting:
-                target = self.schedule.segment_tiles[segment]
+                target = self.schedule.segment_arrivals[segment]
                 raise ScheduleError(
                     f"CTA {arrivals.waiting[0].index} of GPU {gpu} waits for panel {panel}, "
                     f"segment {segment} for ever, "
@@ -143,7 +144,7 @@ class _Simulation:
 
     def _sum(self, cta: _Cta) -> None:
         """Sums over the segments of a `down` tile up to the first whose arrival is not known."""
-        _, row, _, _, first = cta.tile
+        _, row, _, _, first, _ = cta.tile
         for segment in self.schedule.circle(first)[cta.summed :]:
             for panel in self.schedule.panels_of(row):
                 arrivals = self.seen[cta.gpu, panel, segment]
@@ -165,7 +166,7 @@ class _Simulation:
 
     def _tile_end(self, cta: _Cta, now: float) -> None:
         """The result of a tile is computed: stores it, counts it, starts the CTA's next tile."""
-        layer, row, _, col, _ = cta.tile
+        layer, row, _, col, *_ = cta.tile
         self.spans.append(TileSpan(cta.gpu, cta.index, layer, row, col, cta.started_us, now))
         cta.drained_us = self._store(cta, now)
         cta.now_us = now + (1.0 - self.buffered[layer]) * (cta.drained_us - now)
@@ -174,11 +175,11 @@ class _Simulation:
 
     def _store(self, cta: _Cta, now: float) -> float:
         """Stores a tile to all its destinations; returns when the last of them has it."""
-        layer, row, _, col, segment = cta.tile
+        layer, row, _, col, segment, _ = cta.tile
         problem, tile = self.schedule.problem, self.layer_tiles[layer]
         rows = min(tile.m, problem.m - row)
         columns = min(tile.n, problem.layers[layer].outputs - col)
-        size_bytes = ELEMENT_BYTES * rows * columns
+        size_bytes = ELEMENT_BYTES * rows * columns / tile.split_k
         link_us = self.machine.link_us(size_bytes)
         late_us = 0.0  # how late the last slab leaves for peers; a CTA's last tile is not paced
         if cta.done + 1 < len(cta.tiles):

@@ -8,7 +8,16 @@
 //   warp              role         waits for                        signals
 //   0                 load         empty[stage], panel counters     full[stage] (TMA bytes)
 //   1                 store        d_full[slot], started, arrived   d_empty[slot], panels, arrived
-//   4..11 (2 groups)  math         full[stage], d_empty[slot]       empty[stage], d_full[slot]
+//   4..11 (groups)    math         full[stage], d_empty[slot],      empty[stage], d_full[slot],
+//                                  sums_full, sums_free             both of its cluster's CTAs
+//
+// A cluster serves one of two ends. Split-K: its CTAs have the same tile and each sums a part of K;
+// a CTA then owns some of the tile's rows, gets the partial sums of these from the others, and
+// stores them. Multicast: its two CTAs have tiles one above the other; each loads half of the
+// weights that both need, for both.
+//
+// With kDirect, math groups store results from registers, own GPU's first, and the store warp only
+// tells: d_full then counts tiles stored to this GPU and to peers in turn. Less latency for few tokens.
 //
 // Flags that GPUs share only grow; each stands on its own 128-byte line of the GPU that polls it:
 //   panels[2][panels][segments]  tiles that arrived here, by parity of the call; a segment is the
@@ -19,7 +28,8 @@
 // the last reader of the same parity. It stores Y2 into a peer that has started call e: whatever
 // read the Y2 of call e - 1 on that peer's stream is done.
 //
-// Defined before this text (ctatune/jit.py): kUpM kUpN kDownM kDownN kStages kSlabs kSkipWait.
+// Defined before this text (ctatune/jit.py): kUpM kUpN kUpSplit kDownM kDownN kDownSplit kStages
+// kSlabs kMulticast kDirect kSkipWait.
 
 #include <cute/tensor.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -33,17 +43,52 @@ using Barrier = cutlass::arch::ClusterBarrier;
 using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
 
 constexpr int kMaxGpus = 8;
+constexpr uint64_t kKeep = uint64_t(TMA::CacheHintSm90::EVICT_NORMAL);
 constexpr int kTileK = 64;                  // 128 bytes of bf16: one row of the 128-byte swizzle
 constexpr int kRowBytes = 128;
 constexpr int kLine = 32;                   // uint32 in the 128-byte line of one flag
 constexpr int kSegmentUnit = 256;           // in the first word of a tile, above the layer
-constexpr int kMathGroups = 2;
+constexpr int kUpTile = 0, kDownTile = 1;    // another layer: nothing, keeps clusters together
+constexpr int kMathGroups = kUpM <= 64 && kUpN == 64 && kDownM <= 64 && kDownN == 64 ? 1 : 2;
 constexpr int kThreads = 128 * (1 + kMathGroups);
-constexpr int kMaxM = kUpM > kDownM ? kUpM : kDownM;
-constexpr int kMaxN = kUpN > kDownN ? kUpN : kDownN;
-constexpr int kABytes = kMaxM * kRowBytes;
-constexpr int kStageBytes = kABytes + kMaxN * kRowBytes;
-constexpr int kSlabBytes = kMaxM * kRowBytes;
+constexpr int kMaxSplit = kUpSplit > kDownSplit ? kUpSplit : kDownSplit;
+constexpr int kCluster = kMulticast ? 2 : kMaxSplit;
+
+constexpr int max_of(int a, int b) { return a > b ? a : b; }
+
+// The tile of one layer in shared memory and registers. Math groups stand along m, or along n when
+// a tile has no more than 64 rows. WGMMA computes 64 rows at least; of fewer (`kRows`) the rest of
+// its A lies in what follows in the stage, and what it computes from that is never stored.
+template <int kRows_, int kN_, int kSplit_>
+struct TileShape {
+  static constexpr int kRows = kRows_, kN = kN_, kSplit = kSplit_;
+  static constexpr int kM = max_of(64, kRows);
+  static constexpr int kGroupsM = kM >= 128 ? kMathGroups : 1;
+  static constexpr int kGroupsN = kMathGroups / kGroupsM;
+  static constexpr int kGroupM = kM / kGroupsM;               // rows of one math group
+  static constexpr int kGroupN = kN / kGroupsN;
+  static constexpr int kSlabsN = kN / kTileK;
+  static constexpr int kOutRows = kM / kSplit;                // that one CTA of a cluster stores
+  static constexpr int kABytes = kRows * kRowBytes;
+  static constexpr int kStageBytes = kABytes + kN * kRowBytes;
+  static constexpr int kSlabBytes = kDirect ? 0 : kOutRows * kRowBytes;
+  static constexpr int kOwnerWarps = 4 * kMathGroups / kSplit; // math warps whose rows one CTA owns
+  static constexpr int kSums = kGroupM / 64 * kGroupN / 2;    // accumulators of one thread
+  static constexpr int kSenderBytes = kOwnerWarps * kSums * 32 * 4;
+  static constexpr int kExchangeBytes = (kSplit - 1) * kSenderBytes;
+  static_assert(kGroupM % 64 == 0 && kGroupN % 64 == 0 && kN % 64 == 0);
+  static_assert(kSplit == 1 || (kSplit == kMaxSplit && kM <= 128 && kSplit <= 4));
+};
+using Up = TileShape<kUpM, kUpN, kUpSplit>;
+using Down = TileShape<kDownM, kDownN, kDownSplit>;
+
+// Layers with equal tiles share one ring of stages; otherwise `down` divides the same memory anew.
+constexpr bool kOneRing = kUpM == kDownM && kUpN == kDownN;
+constexpr int kRingBytes = kStages * Up::kStageBytes;
+constexpr int kDownStages = kRingBytes / Down::kStageBytes;
+constexpr int kMaxStages = max_of(kStages, kDownStages);
+constexpr int kSlabBytes = max_of(Up::kSlabBytes, Down::kSlabBytes);
+constexpr int kExchangeBytes = max_of(Up::kExchangeBytes, Down::kExchangeBytes);
 
 struct alignas(128) TensorMap { char opaque[128]; };
 
@@ -55,6 +100,7 @@ enum PollCode : uint32_t { kPanelPoll = 1, kStartedPoll = 2, kArrivedPoll = 3, k
 struct Params {
   TensorMap x, w_up, w_down, y1;
   TensorMap y1_out[kMaxGpus], y2_out[kMaxGpus];
+  bf16 *y1_to[kMaxGpus], *y2_to[kMaxGpus];  // the same places, for stores from registers
   uint32_t* panels_out[kMaxGpus];
   uint32_t* arrived_out[kMaxGpus];
   uint32_t* started_out[kMaxGpus];
@@ -66,10 +112,11 @@ struct Params {
   int4 const* tiles;                        // {layer + 256 segment, row, row in weight, column}
   long long* stamps;                        // null, or kStamps times a tile
   long long timeout_ns;
-  int tile_count, m, up_k_blocks, down_k_blocks;
+  int tile_count, m, h, n, up_k_blocks;
   int x_box_bytes, y1_box_bytes;            // bytes of one A box: rows that exist, not tile rows
   int panel_count, segment_count, arrivals, pace_ns;
-  int segment_tiles[kMaxGpus];              // of one panel
+  int y1_parity;                            // 1: Y1 has a plane for each parity of the call
+  int segment_tiles[kMaxGpus];              // of one panel, times the CTAs that store each
   int segment_block[kMaxGpus + 1];          // first K block of `down` in each segment, and the end
   int y1_outs, y2_outs, arrived_outs, peers;
   int y1_own, y2_own;                       // 1 when destination 0 is this GPU, else 0
@@ -82,8 +129,15 @@ __device__ uint32_t load_acquire(uint32_t const* flag) {
   return value;
 }
 
-__device__ void add_release(uint32_t* flag, uint32_t value) {
-  asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+// Adds to several flags of peers: what was done before is visible to whoever sees one of them.
+__device__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+__device__ void add_relaxed(uint32_t* flag, uint32_t value) {
+  asm volatile("red.relaxed.sys.global.add.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+
+// For a flag of this GPU that only this GPU's threads poll.
+__device__ void add_release_here(uint32_t* flag, uint32_t value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
 
 __device__ void fence_async_proxy() { asm volatile("fence.proxy.async;" ::: "memory"); }
@@ -133,7 +187,10 @@ __device__ void poll(uint32_t const* flag, uint32_t target, Params const& p, Pol
 }
 
 struct __align__(8) Barriers {
-  uint64_t full[kStages], empty[kStages], d_full[kSlabs], d_empty[kSlabs];
+  uint64_t full[kOneRing ? 1 : 2][kMaxStages], empty[kOneRing ? 1 : 2][kMaxStages];
+  uint64_t d_full[kSlabs], d_empty[kSlabs];
+  uint64_t sums_full, sums_free;            // partial sums of others are here, were read by others
+  uint64_t open[2];                         // with kDirect: receivers of Y1, of Y2 are ready
 };
 
 // A position in a ring of `kSlots` with the parity that its barriers wait for.
@@ -146,19 +203,25 @@ struct Ring {
   }
 };
 
-// The shape of one layer's tile: math groups stand along m, or along n when m is only 64.
-template <int kM_, int kN_>
-struct TileShape {
-  static constexpr int kM = kM_, kN = kN_;
-  static constexpr int kGroupsM = kM >= 128 ? kMathGroups : 1;
-  static constexpr int kGroupsN = kMathGroups / kGroupsM;
-  static constexpr int kGroupM = kM / kGroupsM;               // rows of one math group
-  static constexpr int kGroupN = kN / kGroupsN;
-  static constexpr int kSlabsN = kN / kTileK;
-  static_assert(kGroupM % 64 == 0 && kGroupN % 64 == 0 && kN % 64 == 0);
+// The position in the ring of stages that each layer uses.
+struct Rings {
+  Ring<kStages> up;
+  Ring<kOneRing ? 1 : kDownStages> down;    // the same ring as `up` when tiles are equal
+  template <bool kIsUp>
+  __device__ auto& at() {
+    if constexpr (kIsUp || kOneRing) return up; else return down;
+  }
 };
-using Up = TileShape<kUpM, kUpN>;
-using Down = TileShape<kDownM, kDownN>;
+template <bool kIsUp> constexpr int kRing = kIsUp || kOneRing ? 0 : 1;
+template <bool kIsUp> using Layer = cute::conditional_t<kIsUp, Up, Down>;
+template <bool kIsUp> using StageRing = Ring<kIsUp || kOneRing ? kStages : kDownStages>;
+
+// The K blocks [begin, end) of one segment that CTA `part` of the tile sums.
+struct Blocks { int begin, end; };
+__device__ Blocks part_of(int begin, int end, int part, int parts) {
+  int const count = end - begin;
+  return {begin + count * part / parts, begin + count * (part + 1) / parts};
+}
 
 template <int kN> struct Wgmma;
 #define CTATUNE_WGMMA(N)                                                            \
@@ -174,26 +237,44 @@ struct Loader {
   char* ring;
   Barriers& bars;
   uint32_t epoch;
-  Ring<kStages> at;
+  Rings rings;
+  bool drained = kOneRing;
 
-  __device__ void arm(Ring<kStages> const& r, int bytes) {
-    Barrier::wait(&bars.empty[r.slot], r.phase ^ 1);
-    TransactionBarrier::arrive_and_expect_tx(&bars.full[r.slot], bytes);
-  }
-  __device__ void load(Ring<kStages> const& r, TensorMap const& map, int offset, int col, int row) {
-    SM90_TMA_LOAD_2D::copy(&map, &bars.full[r.slot], uint64_t(TMA::CacheHintSm90::EVICT_NORMAL),
-                           ring + r.slot * kStageBytes + offset, col, row);
-  }
-  __device__ void load_y1(Ring<kStages> const& r, int col, int row) {
-    SM90_TMA_LOAD_3D::copy(&p.y1, &bars.full[r.slot], uint64_t(TMA::CacheHintSm90::EVICT_NORMAL),
-                           ring + r.slot * kStageBytes, col, row, epoch & 1);
+  template <bool kIsUp>
+  __device__ void arm(StageRing<kIsUp> const& r, int bytes) {
+    Barrier::wait(&bars.empty[kRing<kIsUp>][r.slot], r.phase ^ 1);
+    TransactionBarrier::arrive_and_expect_tx(&bars.full[kRing<kIsUp>][r.slot], bytes);
   }
 
-  __device__ void up(int4 tile) {
-    for (int kb = 0; kb < p.up_k_blocks; ++kb, at.advance()) {
-      arm(at, p.x_box_bytes + kUpN * kRowBytes);
-      load(at, p.x, 0, kb * kTileK, tile.y);
-      load(at, p.w_up, kABytes, kb * kTileK, tile.z);
+  template <bool kIsUp>
+  __device__ char* stage(StageRing<kIsUp> const& r) {
+    return ring + r.slot * Layer<kIsUp>::kStageBytes;
+  }
+
+  // A CTA of a multicast pair loads its half of the weights for both.
+  template <bool kIsUp>
+  __device__ void load_weights(StageRing<kIsUp> const& r, int kb, int row) {
+    using Tile = Layer<kIsUp>;
+    TensorMap const& map = kIsUp ? p.w_up : p.w_down;
+    uint64_t* full = &bars.full[kRing<kIsUp>][r.slot];
+    char* to = stage<kIsUp>(r) + Tile::kABytes;
+    if constexpr (kMulticast) {
+      int const half = block_rank_in_cluster() * (Tile::kN / 2);
+      SM90_TMA_LOAD_MULTICAST_2D::copy(&map, full, uint16_t(3), kKeep, to + half * kRowBytes,
+                                       kb * kTileK, row + half);
+    } else {
+      SM90_TMA_LOAD_2D::copy(&map, full, kKeep, to, kb * kTileK, row);
+    }
+  }
+
+  __device__ void up(int4 tile, int part) {
+    auto& at = rings.at<true>();
+    Blocks const blocks = part_of(0, p.up_k_blocks, part, kUpSplit);
+    for (int kb = blocks.begin; kb < blocks.end; ++kb, at.advance()) {
+      arm<true>(at, p.x_box_bytes + kUpN * kRowBytes);
+      SM90_TMA_LOAD_2D::copy(&p.x, &bars.full[0][at.slot], kKeep, stage<true>(at), kb * kTileK,
+                             tile.y);
+      load_weights<true>(at, kb, tile.z);
     }
   }
 
@@ -208,39 +289,52 @@ struct Loader {
 
   // Loads the K blocks of one segment. While the segment is not here, weights go ahead, but leave a
   // stage: math frees its last one only when it has the next.
-  __device__ void down_segment(int4 tile, int segment, bool first, int i) {
+  __device__ void down_segment(int4 tile, int segment, int part, bool first, int i) {
+    auto& at = rings.at<false>();
+    constexpr int kStagesHere = kOneRing ? kStages : kDownStages;
     int const begin = tile.y / kUpM;
     int const end = (min(tile.y + kDownM, p.m) - 1) / kUpM + 1;
     int const bytes = p.y1_box_bytes + kDownN * kRowBytes;
-    int const first_block = p.segment_block[segment], last = p.segment_block[segment + 1];
+    Blocks const blocks =
+        part_of(p.segment_block[segment], p.segment_block[segment + 1], part, kDownSplit);
     bool ready = true;
     for (int panel = begin; panel < end && !kSkipWait; ++panel) ready &= arrived(panel, segment);
-    int ahead = first_block;
+    int ahead = blocks.begin;
     if (!ready) {
-      Ring<kStages> r = at;
-      for (; ahead < min(first_block + kStages - 1, last); ++ahead, r.advance()) {
-        arm(r, bytes);
-        load(r, p.w_down, kABytes, ahead * kTileK, tile.z);
+      auto r = at;
+      for (; ahead < min(blocks.begin + kStagesHere - 1, blocks.end); ++ahead, r.advance()) {
+        arm<false>(r, bytes);
+        load_weights<false>(r, ahead, tile.z);
       }
       for (int panel = begin; panel < end; ++panel) await(panel, segment);
     }
     if (first) stamp(p, i, kPanelReady);
     fence_async_proxy();                    // the acquire above orders the TMA loads below
-    for (int kb = first_block; kb < last; ++kb, at.advance()) {
+    for (int kb = blocks.begin; kb < blocks.end; ++kb, at.advance()) {
       if (kb >= ahead) {
-        arm(at, bytes);
-        load(at, p.w_down, kABytes, kb * kTileK, tile.z);
+        arm<false>(at, bytes);
+        load_weights<false>(at, kb, tile.z);
       }
-      load_y1(at, kb * kTileK, tile.y);
+      SM90_TMA_LOAD_3D::copy(&p.y1, &bars.full[kRing<false>][at.slot], kKeep, stage<false>(at),
+                             kb * kTileK, tile.y, epoch & p.y1_parity);
     }
   }
 
-  __device__ void down(int4 tile, int i) {
+  __device__ void down(int4 tile, int part, int i) {
+    if (!drained) drain();
     int segment = tile.x / kSegmentUnit;
     for (int s = 0; s < p.segment_count; ++s) {
-      down_segment(tile, segment, s == 0, i);
+      down_segment(tile, segment, part, s == 0, i);
       if (++segment == p.segment_count) segment = 0;
     }
+  }
+
+  // Waits until `up` has left the memory that `down` divides in another way.
+  __device__ void drain() {
+    auto r = rings.up;
+    for (int i = 0; i < kStages; ++i, r.advance())
+      Barrier::wait(&bars.empty[0][r.slot], r.phase ^ 1);
+    drained = true;
   }
 
   __device__ void run() {
@@ -249,7 +343,9 @@ struct Loader {
     for (int i = blockIdx.x; i < p.tile_count; i += gridDim.x) {
       int4 const tile = p.tiles[i];
       stamp(p, i, kLoadStarts);
-      if (tile.x % kSegmentUnit == 0) up(tile); else down(tile, i);
+      int const layer = tile.x % kSegmentUnit;
+      if (layer == kUpTile) up(tile, i % kUpSplit);
+      if (layer == kDownTile) down(tile, i % kDownSplit, i);
     }
   }
 };
@@ -277,12 +373,15 @@ struct Storer {
 
   // Destination 0 is this GPU when it is one at all (launch.py); its copy is done and told first.
   template <bool kIsUp>
-  __device__ void issue(int4 tile, int slab, int slot, int first, int last) {
+  __device__ void issue(int4 tile, int part, int slab, int slot, int first, int last) {
+    using Tile = Layer<kIsUp>;
+    int const row = part * Tile::kOutRows;  // of the tile, the first that this CTA owns
+    if (row >= Tile::kRows || tile.y + row >= p.m) return;
     void const* from = slabs + slot * kSlabBytes;
     int const col = tile.w + slab * kTileK;
     for (int d = first; d < last; ++d) {
-      if constexpr (kIsUp) SM90_TMA_STORE_3D::copy(&p.y1_out[d], from, col, tile.y, epoch & 1);
-      else SM90_TMA_STORE_2D::copy(&p.y2_out[d], from, col, tile.y);
+      if constexpr (kIsUp) SM90_TMA_STORE_3D::copy(&p.y1_out[d], from, col, tile.y + row, epoch & 1);
+      else SM90_TMA_STORE_2D::copy(&p.y2_out[d], from, col, tile.y + row);
     }
   }
 
@@ -290,25 +389,39 @@ struct Storer {
   __device__ void tell(int4 tile, int first, int last) {
     fence_async_proxy();
     int const panel = tile.y / kUpM, segment = tile.x / kSegmentUnit;
-    for (int d = first; d < last; ++d)
-      add_release(panel_flag(p.panels_out[d], p, epoch, panel, segment), 1);
+    bool const here = last <= p.y1_own;
+    if (!here && first < last) fence_system();
+    for (int d = first; d < last; ++d) {
+      uint32_t* flag = panel_flag(p.panels_out[d], p, epoch, panel, segment);
+      if (here) add_release_here(flag, 1); else add_relaxed(flag, 1);
+    }
+  }
+
+  // The math groups have stored a tile to this GPU, then to peers: tells the receivers of Y1.
+  __device__ void tell_stored(int4 tile, bool is_up) {
+    for (int peers = 0; peers < 2; ++peers, at.advance()) {
+      Barrier::wait(&bars.d_full[at.slot], at.phase);
+      free_slab();
+      if (is_up) tell(tile, peers ? p.y1_own : 0, peers ? p.y1_outs : p.y1_own);
+    }
   }
 
   // Stores one tile, in as many parts as the slabs demand, and tells the receivers of Y1.
   // All SMs finish a tile at about the same time, and stores from all of them at once fill the
   // links and hold up the loads behind them: paced, they start one SM after the other.
-  template <class Tile, bool kIsUp>
-  __device__ void store(int4 tile, bool last_tile) {
-    constexpr int kPart = kSlabs < Tile::kSlabsN ? kSlabs : Tile::kSlabsN;
+  template <bool kIsUp>
+  __device__ void store(int4 tile, int part, bool last_tile) {
+    using Tile = Layer<kIsUp>;
+    constexpr int kBatch = kSlabs < Tile::kSlabsN ? kSlabs : Tile::kSlabsN;
     int const outs = kIsUp ? p.y1_outs : p.y2_outs;
     int const own = kIsUp ? p.y1_own : p.y2_own;
     bool const paced = p.pace_ns > 0 && !last_tile && own < outs;
-    for (int part = 0; part < Tile::kSlabsN; part += kPart) {
-      int const end = min(part + kPart, Tile::kSlabsN);
+    for (int begin = 0; begin < Tile::kSlabsN; begin += kBatch) {
+      int const end = min(begin + kBatch, Tile::kSlabsN);
       Ring<kSlabs> r = at;
-      for (int s = part; s < end; ++s, r.advance()) {
+      for (int s = begin; s < end; ++s, r.advance()) {
         Barrier::wait(&bars.d_full[r.slot], r.phase);
-        issue<kIsUp>(tile, s, r.slot, 0, own);
+        issue<kIsUp>(tile, part, s, r.slot, 0, own);
       }
       tma_store_arrive();
       if (kIsUp && end == Tile::kSlabsN) {  // before stores to peers: a release waits for those too
@@ -316,16 +429,16 @@ struct Storer {
         tell(tile, 0, own);
       }
       long long next = paced ? now_ns() + blockIdx.x * p.pace_ns / gridDim.x : 0;
-      for (int s = part; s < end; ++s, at.advance()) {
+      for (int s = begin; s < end; ++s, at.advance()) {
         if (paced) {
           while (now_ns() < next) __nanosleep(100);
           next += p.pace_ns;
         }
-        issue<kIsUp>(tile, s, at.slot, own, outs);
+        issue<kIsUp>(tile, part, s, at.slot, own, outs);
       }
       tma_store_arrive();
       tma_store_wait<0>();                  // read: the slabs may be written again
-      for (int s = part; s < end; ++s) free_slab();
+      for (int s = begin; s < end; ++s) free_slab();
     }
     if constexpr (kIsUp) { drain(); tell(tile, own, outs); }
   }
@@ -334,21 +447,36 @@ struct Storer {
   __device__ void drain() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
   __device__ void run() {
+    if (blockIdx.x == 0) {
+      fence_system();
+      for (int d = 0; d < p.peers; ++d) add_relaxed(p.started_out[d], 1);
+    }
     for (int d = 0; d < p.y1_outs; ++d) prefetch_map(p.y1_out[d]);
     for (int d = 0; d < p.y2_outs; ++d) prefetch_map(p.y2_out[d]);
+    if constexpr (kDirect) {
+      open(p.y1_outs, p.y1_gpu, epoch);
+      Barrier::arrive(&bars.open[0]);
+      open(p.y2_outs, p.y2_gpu, epoch + 1);
+      Barrier::arrive(&bars.open[1]);
+      y1_open = y2_open = true;
+    }
     for (int i = blockIdx.x; i < p.tile_count; i += gridDim.x) {
       int4 const tile = p.tiles[i];
+      int const layer = tile.x % kSegmentUnit;
+      if (layer > kDownTile) continue;
       bool const last = i + gridDim.x >= p.tile_count;
       Barrier::wait(&bars.d_full[at.slot], at.phase);
       stamp(p, i, kStoreStarts);
-      if (tile.x % kSegmentUnit == 0) {
+      if constexpr (kDirect) {
+        tell_stored(tile, layer == kUpTile);
+      } else if (layer == kUpTile) {
         if (!y1_open) open(p.y1_outs, p.y1_gpu, epoch);
         y1_open = true;
-        store<Up, true>(tile, last);
+        store<true>(tile, i % kUpSplit, last);
       } else {
         if (!y2_open) open(p.y2_outs, p.y2_gpu, epoch + 1);
         y2_open = true;
-        store<Down, false>(tile, last);
+        store<false>(tile, i % kDownSplit, last);
       }
       stamp(p, i, kStored);
     }
@@ -356,7 +484,8 @@ struct Storer {
     if (!y2_open && p.arrived_outs > 0) open(p.y2_outs, p.y2_gpu, epoch + 1);
     drain();
     fence_async_proxy();
-    for (int d = 0; d < p.arrived_outs; ++d) add_release(p.arrived_out[d], 1);
+    if (p.arrived_outs > 0) fence_system();
+    for (int d = 0; d < p.arrived_outs; ++d) add_relaxed(p.arrived_out[d], 1);
     if (blockIdx.x == 0 && p.arrivals > 0)  // what peers send to this GPU has arrived too
       poll(p.arrived, (epoch + 1) * p.arrivals, p, kArrivedPoll, 0);
   }
@@ -364,14 +493,78 @@ struct Storer {
 
 // --------------------------------------------------------------------------------- math groups
 
-// Writes the slabs of one math group, each a (tile m) x 64 box in the 128-byte swizzle.
+// Which CTA of a split-K cluster owns the rows of this math warp, and the warp's place among those
+// that it owns.
+struct Owner { int part, place; };
+template <class Tile>
+__device__ Owner owner_of(int group, int warp) {
+  if constexpr (Tile::kGroupsM > 1) {
+    int const at = group * 4 + warp;
+    return {at / Tile::kOwnerWarps, at % Tile::kOwnerWarps};
+  } else {
+    constexpr int kOwn = 4 / Tile::kSplit;
+    return {warp / kOwn, group * kOwn + warp % kOwn};
+  }
+}
+
+__device__ void send(uint32_t to, uint32_t barrier, float a, float b, float c, float d) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+      ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier) : "memory");
+}
+
+// Adds up the partial sums of a split-K tile: each math warp sends its sums to the CTA that owns
+// its rows, or gets those of the others and adds them to its own in the order of their parts.
+template <class Tile, class Acc>
+__device__ void reduce(Acc& acc, char* exchange, Barriers& bars, int part, int tiles_before,
+                       int group) {
+  int const lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  Owner const owner = owner_of<Tile>(group, warp);
+  int const first_rank = block_rank_in_cluster() / Tile::kSplit * Tile::kSplit;
+  int const offset = (owner.place * (Tile::kSums / 4) * 32 + lane) * 16;
+  if (owner.part != part) {
+    Barrier::wait(&bars.sums_free, (tiles_before & 1) ^ 1);
+    int const sender = part < owner.part ? part : part - 1;
+    int const rank = first_rank + owner.part;
+    uint32_t const to = set_block_rank(
+        cast_smem_ptr_to_uint(exchange + sender * Tile::kSenderBytes + offset), rank);
+    uint32_t const barrier = set_block_rank(cast_smem_ptr_to_uint(&bars.sums_full), rank);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Tile::kSums / 4; ++i)
+      send(to + i * 512, barrier, acc(4 * i), acc(4 * i + 1), acc(4 * i + 2), acc(4 * i + 3));
+    return;
+  }
+  if (owner.place == 0 && lane == 0)
+    TransactionBarrier::arrive_and_expect_tx(&bars.sums_full, Tile::kExchangeBytes);
+  Barrier::wait(&bars.sums_full, tiles_before & 1);
+  for (int sender = 0; sender < Tile::kSplit - 1; ++sender) {
+    float4 const* sums =
+        reinterpret_cast<float4 const*>(exchange + sender * Tile::kSenderBytes + offset);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Tile::kSums / 4; ++i) {
+      float4 const sum = sums[i * 32];
+      acc(4 * i) += sum.x;
+      acc(4 * i + 1) += sum.y;
+      acc(4 * i + 2) += sum.z;
+      acc(4 * i + 3) += sum.w;
+    }
+  }
+  __syncwarp();
+  if (lane < Tile::kSplit && lane != part)
+    Barrier::arrive(&bars.sums_free, first_rank + lane, 1);
+}
+
+// Writes the slabs of one math group, each a (rows that this CTA owns) x 64 box in the 128-byte
+// swizzle.
 template <class Tile, class Acc>
 __device__ void write_slabs(Acc const& acc, char* slabs, Barriers& bars, Ring<kSlabs>& at,
-                            int group) {
+                            int group, int part) {
   constexpr int kSlabsGroup = Tile::kGroupN / kTileK;
   constexpr int kRepeatM = Tile::kGroupM / 64;
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  int const row0 = (Tile::kGroupsM > 1 ? group * 64 : 0) + warp * 16 + lane % 16;
+  bool const own = owner_of<Tile>(group, warp).part == part;
+  int const row0 = (Tile::kGroupsM > 1 ? group * 64 : 0) + warp * 16 + lane % 16 -
+                   part * Tile::kOutRows;
   int const first = Tile::kGroupsN > 1 ? group * kSlabsGroup : 0;
   for (int s = 0; s < first; ++s) at.advance();
   CUTLASS_PRAGMA_UNROLL
@@ -380,6 +573,7 @@ __device__ void write_slabs(Acc const& acc, char* slabs, Barriers& bars, Ring<kS
     char* slab = slabs + at.slot * kSlabBytes;
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < kRepeatM; ++r) {
+      if (!own) break;
       int const row = row0 + r * 64 * Tile::kGroupsM;
       CUTLASS_PRAGMA_UNROLL
       for (int pair = 0; pair < 4; ++pair) {          // 16 columns: two 16-byte chunks of the row
@@ -398,103 +592,251 @@ __device__ void write_slabs(Acc const& acc, char* slabs, Barriers& bars, Ring<kS
     }
     tma_store_fence();                                // generic writes before the async reads
     cutlass::arch::NamedBarrier::sync(128, 1 + group);
-    if (threadIdx.x % 128 == 0)                       // two arrivals complete a slab
+    if (threadIdx.x % 128 == 0)                       // kMathGroups arrivals complete a slab
       for (int i = 0; i < Tile::kGroupsN; ++i) Barrier::arrive(&bars.d_full[at.slot]);
   }
   for (int s = first + kSlabsGroup; s < Tile::kSlabsN; ++s) at.advance();
 }
 
-template <class Tile>
-__device__ void math_tile(Params const& p, int tile, char* ring, char* slabs, Barriers& bars,
-                          Ring<kStages>& at, Ring<kSlabs>& d_at, int k_blocks, int group) {
-  bool const stamps = threadIdx.x == 128;
-  if (stamps) stamp(p, tile, kMathWaits);
-  Barrier::wait(&bars.full[at.slot], at.phase);
-  if (stamps) stamp(p, tile, kMathStarts);
-  using Atom = typename Wgmma<Tile::kGroupN>::Atom;
-  auto mma = make_tiled_mma(Atom{}, Layout<Shape<Int<Tile::kGroupsM>, Int<Tile::kGroupsN>, _1>>{});
-  auto layout_a = tile_to_shape(GMMA::Layout_K_SW128_Atom<bf16>{}, Shape<Int<Tile::kM>, Int<kTileK>>{});
-  auto layout_b = tile_to_shape(GMMA::Layout_K_SW128_Atom<bf16>{}, Shape<Int<Tile::kN>, Int<kTileK>>{});
-  auto thread = mma.get_slice(threadIdx.x - 128);
-  // Descriptors of stage 0 (m or n, k): a stage further is kStageBytes further.
-  auto frag_a = thread.make_fragment_A(thread.partition_A(
-      make_tensor(make_smem_ptr(reinterpret_cast<bf16*>(ring)), layout_a)));
-  auto frag_b = thread.make_fragment_B(thread.partition_B(
-      make_tensor(make_smem_ptr(reinterpret_cast<bf16*>(ring + kABytes)), layout_b)));
-  auto acc = partition_fragment_C(mma, Shape<Int<Tile::kM>, Int<Tile::kN>>{});
-
-  mma.accumulate_ = GMMA::ScaleOut::Zero;
-  int previous = -1;
-  for (int kb = 0; kb < k_blocks; ++kb, at.advance()) {
-    Barrier::wait(&bars.full[at.slot], at.phase);
-    int const offset = at.slot * (kStageBytes / 16);
-    auto a = make_tensor(frag_a.data() + offset, frag_a.layout());
-    auto b = make_tensor(frag_b.data() + offset, frag_b.layout());
-    warpgroup_fence_operand(acc);
-    warpgroup_arrive();
+// Turns four registers of each of the four lanes of a quad: lane q gets what lanes 0..3 hold in q.
+__device__ void transpose_quad(uint32_t (&v)[4], int lane) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int step = 1; step < 4; step *= 2) {
+    bool const upper = lane & step;
     CUTLASS_PRAGMA_UNROLL
-    for (int k = 0; k < kTileK / 16; ++k) {
-      gemm(mma, a(_, _, k), b(_, _, k), acc);
-      mma.accumulate_ = GMMA::ScaleOut::One;
+    for (int i = 0; i < 2; ++i) {
+      int const low = step == 1 ? 2 * i : i, high = low + step;
+      uint32_t const got = __shfl_xor_sync(~0u, upper ? v[low] : v[high], step);
+      if (upper) v[low] = got; else v[high] = got;
     }
-    warpgroup_commit_batch();
-    warpgroup_fence_operand(acc);
-    warpgroup_wait<1>();
-    if (previous >= 0 && threadIdx.x % 128 == 0) Barrier::arrive(&bars.empty[previous]);
-    previous = at.slot;
   }
-  warpgroup_wait<0>();
-  warpgroup_fence_operand(acc);
-  if (threadIdx.x % 128 == 0) Barrier::arrive(&bars.empty[previous]);
-  if (stamps) stamp(p, tile, kMathEnds);
-  write_slabs<Tile>(acc, slabs, bars, d_at, group);
-  if (stamps) stamp(p, tile, kSlabsWritten);
+}
+
+// Stores the rows that this warp has from registers, 16 bytes a lane and 64 a row at a time.
+// `to` is row 0 of a matrix that is `width` wide and has p.m rows.
+template <class Tile, class Acc>
+__device__ void store_rows(Acc const& acc, bf16* to, int width, int4 tile, int m, int group) {
+  int const lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  int const first_row = (Tile::kGroupsM > 1 ? group * 64 : 0) + warp * 16 + lane / 4;
+  int const first_col = tile.w + (Tile::kGroupsN > 1 ? group * Tile::kGroupN : 0) + lane % 4 * 8;
+  CUTLASS_PRAGMA_UNROLL
+  for (int half = 0; half < 2 * (Tile::kGroupM / 64); ++half) {   // rows and rows + 8
+    int const in_tile = first_row + half % 2 * 8 + half / 2 * 64 * Tile::kGroupsM;
+    bool const exists = in_tile < Tile::kRows && tile.y + in_tile < m;
+    CUTLASS_PRAGMA_UNROLL
+    for (int block = 0; block < Tile::kGroupN / 8; block += 4) {
+      uint32_t v[4];
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        float const lo = acc(make_coord(0, half % 2, block + j), half / 2, 0);
+        float const hi = acc(make_coord(1, half % 2, block + j), half / 2, 0);
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v[j]) : "f"(hi), "f"(lo));
+      }
+      transpose_quad(v, lane);
+      int const col = first_col + block * 8;
+      if (exists && col < width)
+        *reinterpret_cast<uint4*>(to + size_t(tile.y + in_tile) * width + col) =
+            make_uint4(v[0], v[1], v[2], v[3]);
+    }
+  }
+}
+
+// The descriptor of the same operand in another stage. Taken from lane 0, so that the compiler keeps
+// it in uniform registers, where WGMMA wants it: otherwise it moves each one there, each time.
+template <class Tile, class Descriptor>
+__device__ Descriptor at_stage(Descriptor first, int slot) {
+  first.desc_.reg32_[0] =
+      __shfl_sync(~0u, first.desc_.reg32_[0] + slot * (Tile::kStageBytes / 16), 0);
+  return first;
+}
+
+// One math group. `bars` are this CTA's.
+struct Math {
+  Params const& p;
+  char *ring, *slabs, *exchange;
+  Barriers& bars;
+  uint32_t epoch;
+  int group;
+  Rings rings;
+  Ring<kSlabs> d_at;
+  int split_tiles = 0;                      // that the cluster has added up
+
+  // A stage is free again, in both CTAs when these loaded it together.
+  __device__ void release(uint64_t* empty) {
+    if (threadIdx.x % 128 == 0) {
+      if constexpr (kMulticast) for (int cta = 0; cta < 2; ++cta) Barrier::arrive(empty, cta, 1);
+      else Barrier::arrive(empty);
+    }
+  }
+
+  template <bool kIsUp>
+  __device__ int k_blocks(int part) {
+    if constexpr (kIsUp) {
+      Blocks const blocks = part_of(0, p.up_k_blocks, part, kUpSplit);
+      return blocks.end - blocks.begin;
+    } else if constexpr (kDownSplit == 1) {
+      return p.segment_block[p.segment_count];
+    } else {
+      int count = 0;
+      for (int s = 0; s < p.segment_count; ++s) {
+        Blocks const blocks =
+            part_of(p.segment_block[s], p.segment_block[s + 1], part, kDownSplit);
+        count += blocks.end - blocks.begin;
+      }
+      return count;
+    }
+  }
+
+  // Stores a tile to this GPU, then to peers, and says each to the store warp.
+  template <bool kIsUp, class Acc>
+  __device__ void store_direct(Acc const& acc, int4 tile, int part) {
+    using Tile = Layer<kIsUp>;
+    bool const owns = owner_of<Tile>(group, threadIdx.x / 32 % 4).part == part;
+    int const width = kIsUp ? p.h : p.n, own = kIsUp ? p.y1_own : p.y2_own;
+    int const outs = kIsUp ? p.y1_outs : p.y2_outs;
+    size_t const plane = kIsUp ? size_t(epoch & 1) * p.m * p.h : 0;
+    Barrier::wait(&bars.open[kIsUp ? 0 : 1], 0);
+    for (int peers = 0; peers < 2; ++peers, d_at.advance()) {
+      for (int d = peers ? own : 0; owns && d < (peers ? outs : own); ++d)
+        store_rows<Tile>(acc, (kIsUp ? p.y1_to : p.y2_to)[d] + plane, width, tile, p.m, group);
+      cutlass::arch::NamedBarrier::sync(128 * kMathGroups, 3);
+      if (threadIdx.x == 128) {
+        Barrier::wait(&bars.d_empty[d_at.slot], d_at.phase ^ 1);
+        Barrier::arrive(&bars.d_full[d_at.slot]);
+      }
+    }
+  }
+
+  template <bool kIsUp>
+  __device__ void tile(int i, int part) {
+    using Tile = Layer<kIsUp>;
+    auto& at = rings.at<kIsUp>();
+    uint64_t* full = bars.full[kRing<kIsUp>];
+    uint64_t* empty = bars.empty[kRing<kIsUp>];
+    int const blocks = k_blocks<kIsUp>(part);
+    bool const stamps = threadIdx.x == 128;
+    if (stamps) stamp(p, i, kMathWaits);
+    using Atom = typename Wgmma<Tile::kGroupN>::Atom;
+    auto mma =
+        make_tiled_mma(Atom{}, Layout<Shape<Int<Tile::kGroupsM>, Int<Tile::kGroupsN>, _1>>{});
+    auto layout_a =
+        tile_to_shape(GMMA::Layout_K_SW128_Atom<bf16>{}, Shape<Int<Tile::kM>, Int<kTileK>>{});
+    auto layout_b =
+        tile_to_shape(GMMA::Layout_K_SW128_Atom<bf16>{}, Shape<Int<Tile::kN>, Int<kTileK>>{});
+    auto thread = mma.get_slice(128 * group);
+    // Descriptors of stage 0 (m or n, k): a stage further is kStageBytes further.
+    auto frag_a = thread.make_fragment_A(thread.partition_A(
+        make_tensor(make_smem_ptr(reinterpret_cast<bf16*>(ring)), layout_a)));
+    auto frag_b = thread.make_fragment_B(thread.partition_B(
+        make_tensor(make_smem_ptr(reinterpret_cast<bf16*>(ring + Tile::kABytes)), layout_b)));
+    auto acc = partition_fragment_C(mma, Shape<Int<Tile::kM>, Int<Tile::kN>>{});
+    if (Tile::kSplit > 1 && blocks == 0) clear(acc);
+
+    mma.accumulate_ = GMMA::ScaleOut::Zero;
+    int previous = -1;
+    for (int kb = 0; kb < blocks; ++kb, at.advance()) {
+      Barrier::wait(&full[at.slot], at.phase);
+      if (stamps && kb == 0) stamp(p, i, kMathStarts);
+      auto a = make_tensor(at_stage<Tile>(frag_a.data(), at.slot), frag_a.layout());
+      auto b = make_tensor(at_stage<Tile>(frag_b.data(), at.slot), frag_b.layout());
+      warpgroup_fence_operand(acc);
+      warpgroup_arrive();
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < kTileK / 16; ++k) {
+        gemm(mma, a(_, _, k), b(_, _, k), acc);
+        mma.accumulate_ = GMMA::ScaleOut::One;
+      }
+      warpgroup_commit_batch();
+      warpgroup_fence_operand(acc);
+      warpgroup_wait<1>();
+      if (previous >= 0) release(&empty[previous]);
+      previous = at.slot;
+    }
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(acc);
+    if (previous >= 0) release(&empty[previous]);
+    if (stamps) stamp(p, i, kMathEnds);
+    if constexpr (Tile::kSplit > 1)
+      reduce<Tile>(acc, exchange, bars, part, split_tiles++, group);
+    if constexpr (kDirect) store_direct<kIsUp>(acc, p.tiles[i], part);
+    else write_slabs<Tile>(acc, slabs, bars, d_at, group, part);
+    if (stamps) stamp(p, i, kSlabsWritten);
+  }
+
+  __device__ void run() {
+    for (int i = blockIdx.x; i < p.tile_count; i += gridDim.x) {
+      int const layer = p.tiles[i].x % kSegmentUnit;
+      if (layer == kUpTile) tile<true>(i, i % kUpSplit);
+      if (layer == kDownTile) tile<false>(i, i % kDownSplit);
+    }
+  }
+};
+
+// Nobody uses a barrier before it is initialised: every warp waits for warp 0, which does that, and
+// itself waits only where it sends to another CTA.
+__device__ void init_barriers(Barriers& bars) {
+  int const warp = threadIdx.x / 32;
+  if (warp == 0) {
+    if (elect_one_sync()) {
+      for (int r = 0; r < (kOneRing ? 1 : 2); ++r)
+        for (int i = 0; i < kMaxStages; ++i) {
+          Barrier::init(&bars.full[r][i], 1);
+          Barrier::init(&bars.empty[r][i], kMathGroups * (kMulticast ? 2 : 1));
+        }
+      for (int i = 0; i < kSlabs; ++i) {
+        Barrier::init(&bars.d_full[i], kDirect ? 1 : kMathGroups);
+        Barrier::init(&bars.d_empty[i], 1);
+      }
+      for (int i = 0; i < 2; ++i) Barrier::init(&bars.open[i], 1);
+      Barrier::init(&bars.sums_full, 1);
+      Barrier::init(&bars.sums_free, max_of(1, (kMaxSplit - 1) * 4 * kMathGroups / kMaxSplit));
+      cutlass::arch::fence_barrier_init();
+    }
+    __syncwarp();
+  }
+  if constexpr (kCluster > 1) {
+    cluster_arrive_relaxed();
+    if (kMulticast || warp > 0) cluster_wait();
+  } else if (warp > 0) {
+    cutlass::arch::NamedBarrier::sync(kThreads, 4);
+  } else {
+    cutlass::arch::NamedBarrier::arrive(kThreads, 4);
+  }
+}
+
+// Nobody leaves while others of its cluster may write to its shared memory.
+__device__ void leave_together() {
+  __syncwarp();                             // warps that gave one thread something to do
+  if constexpr (kCluster == 1) { __syncthreads(); return; }
+  if (!kMulticast && threadIdx.x < 32) cluster_wait();  // the first meeting
+  cluster_sync();
 }
 
 // -------------------------------------------------------------------------------------- kernel
 
-extern "C" __global__ __launch_bounds__(kThreads, 1)
+extern "C" __global__ __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 void mlp(__grid_constant__ Params const p) {
   extern __shared__ __align__(1024) char smem[];
   char* ring = smem;
-  char* slabs = smem + kStages * kStageBytes;
-  Barriers& bars = *reinterpret_cast<Barriers*>(slabs + kSlabs * kSlabBytes);
+  char* slabs = smem + kRingBytes;
+  char* exchange = slabs + kSlabs * kSlabBytes;
+  Barriers& bars = *reinterpret_cast<Barriers*>(exchange + kExchangeBytes);
   int const warp = threadIdx.x / 32;
   uint32_t const epoch = p.calls[0];        // the last CTA to leave moves it on
 
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
-      Barrier::init(&bars.full[i], 1);
-      Barrier::init(&bars.empty[i], kMathGroups);
-    }
-    for (int i = 0; i < kSlabs; ++i) {
-      Barrier::init(&bars.d_full[i], 2);
-      Barrier::init(&bars.d_empty[i], 1);
-    }
-    cutlass::arch::fence_barrier_init();
-    if (blockIdx.x == 0)
-      for (int d = 0; d < p.peers; ++d) add_release(p.started_out[d], 1);
-  }
-  __syncthreads();
+  init_barriers(bars);
 
   if (warp < 4) {
-    cutlass::arch::warpgroup_reg_dealloc<40>();
+    if constexpr (kMathGroups > 1) cutlass::arch::warpgroup_reg_dealloc<40>();
     if (warp == 0 && elect_one_sync()) Loader{p, ring, bars, epoch}.run();
     if (warp == 1 && elect_one_sync()) Storer{p, slabs, bars, epoch}.run();
   } else {
-    cutlass::arch::warpgroup_reg_alloc<232>();
-    int const group = warp / 4 - 1;
-    Ring<kStages> at;
-    Ring<kSlabs> d_at;
-    for (int i = blockIdx.x; i < p.tile_count; i += gridDim.x) {
-      if (p.tiles[i].x % kSegmentUnit == 0)
-        math_tile<Up>(p, i, ring, slabs, bars, at, d_at, p.up_k_blocks, group);
-      else
-        math_tile<Down>(p, i, ring, slabs, bars, at, d_at, p.down_k_blocks, group);
-    }
+    if constexpr (kMathGroups > 1) cutlass::arch::warpgroup_reg_alloc<232>();
+    int const group = __shfl_sync(~0u, warp / 4 - 1, 0);
+    Math{p, ring, slabs, exchange, bars, epoch, group}.run();
   }
 
-  __syncthreads();
+  leave_together();
   if (threadIdx.x == 0) {
     if (atomicAdd(&p.calls[kLine], 1u) + 1 == gridDim.x) {
       p.calls[kLine] = 0;                   // of this GPU alone: the next call starts after us
