@@ -31,7 +31,8 @@ SCREEN_ROUNDS = 5
 MIN_ROUNDS, MAX_ROUNDS, FINAL_SECONDS = 12, 60, 20.0
 TIE = 0.005  # half-width of the interval of the log-ratio at which two methods are told apart
 APART = 0.01
-RELOAD_SECONDS = 0.1  # of load before each round of a final, so that clocks stay settled
+SCREEN_LOAD_SECONDS = 0.3  # the GPUs are warm from the trial before; a final loads longer
+RELOAD_SECONDS = 0.05  # of load before each round of a final, so that clocks stay settled
 BURST = (4, 3, 2, 1, 0)  # operand sets of calls in flight together; the last one is compared
 
 
@@ -42,6 +43,8 @@ class Bench:
         self.gpus = Gpus(gpus)
         self._telemetry = Telemetry([device.uuid for device in self.gpus.devices])
         self._contestants = Contestants(self.gpus)
+        self._reference_arena = Arena(self.gpus)
+        self._reference: Reference | None = None
 
     def platform(self) -> Platform:
         """The identity of this machine."""
@@ -59,6 +62,18 @@ class Bench:
         except PipelineTimeoutError as error:
             return Measurement(outcome="timeout", phase=phase, detail=str(error))
 
+    def _reference_of(self, problem: Problem, seed: int) -> Reference:
+        """The reference of a problem and seed: kept until another one is asked for.
+
+        It takes seconds at many tokens, and all trials of a search share one.
+        """
+        kept = self._reference
+        if kept is None or (kept.problem, kept.seed) != (problem, seed):
+            self._reference = None
+            self._reference_arena.close()
+            kept = self._reference = Reference(self.gpus, self._reference_arena, problem, seed)
+        return kept
+
     def _why_not(self, problem: Problem, config: AnyConfig) -> str | None:
         if isinstance(config, Config):
             return why_invalid(config, problem, sm_count=self.gpus.sm_count)
@@ -68,14 +83,15 @@ class Bench:
         if reason := self._why_not(problem, config):
             return Measurement(outcome="invalid", detail=reason)
         with self.gpus.arena() as arena:
+            reference = self._reference_of(problem, seed)
             contestant = self._contestants.prepare(arena, problem, config, seed)
-            prover = _Prover(self.gpus, arena, problem, contestant, seed)
+            prover = _Prover(self.gpus, arena, reference, contestant)
             proof = prover.prove()
             if not proof.passed:
                 return _wrong(contestant, proof, "screen")
             timer = Timer(self.gpus, arena)
             calls = timer.calls_for(contestant.call)
-            timer.load(contestant.call, calls)
+            timer.load(contestant.call, calls, SCREEN_LOAD_SECONDS)
             before = self._telemetry.read()
             rounds = [timer.chain(contestant.call, calls) for _ in range(SCREEN_ROUNDS)]
             after = self._telemetry.read()
@@ -93,6 +109,7 @@ class Bench:
 
         Every config is verified anew. A config that fails takes no part; its row says why.
         """
+        reference = self._reference_of(problem, seed)
         with self.gpus.arena() as arena:
             field: dict[int, tuple[Contestant, Verification]] = {}
             results: dict[int, Measurement] = {}
@@ -100,7 +117,7 @@ class Bench:
             def enter(i: int, config: AnyConfig) -> Measurement:
                 contestant = self._contestants.prepare(arena, problem, config, seed)
                 with self.gpus.arena() as own:
-                    proof = _Prover(self.gpus, own, problem, contestant, seed).prove()
+                    proof = _Prover(self.gpus, own, reference, contestant).prove()
                 if proof.passed:
                     field[i] = (contestant, proof)
                 return _wrong(contestant, proof, "final")
@@ -146,23 +163,26 @@ class Bench:
 
         With `skip_wait` as the negative control, which must not.
         """
+        reference = self._reference_of(problem, 1)
         with self.gpus.arena() as arena:
             contestant = self._contestants.prepare(arena, problem, config, 1, skip_wait=skip_wait)
-            prover = _Prover(self.gpus, arena, problem, contestant, 1)
+            prover = _Prover(self.gpus, arena, reference, contestant)
             return prover.prove().passed and prover.prove_in_flight().passed
 
 
 class _Prover:
-    """Compares one contestant's Y2 with the reference of the same inputs."""
+    """Compares one contestant's Y2 with the reference of the same inputs.
+
+    `arena` holds what is compared bit for bit; it must live as long as this.
+    """
 
     def __init__(
-        self, gpus: Gpus, arena: Arena, problem: Problem, contestant: Contestant, seed: int
+        self, gpus: Gpus, arena: Arena, reference: Reference, contestant: Contestant
     ) -> None:
-        self._gpus, self._contestant = gpus, contestant
-        self._reference = Reference(gpus, arena, problem, seed)
+        self._gpus, self._contestant, self._reference = gpus, contestant, reference
         config = contestant.config
         ours = isinstance(config, Config)
-        self._bits = self._reference.one_gpu(build(problem, config)) if ours else 0
+        self._bits = reference.one_gpu(arena, build(reference.problem, config)) if ours else 0
 
     def prove(self) -> Verification:
         """Two calls one after the other, one for each parity of Y1, which is poisoned before."""

@@ -82,7 +82,8 @@ class Hardware:
         self._problem, self._store, self._run_id = problem, store, run_id
         self._worker = worker
         self._machine = machine
-        self._seeds = random.SystemRandom()
+        # One seed a search: all its trials are compared with one reference (measure.Bench).
+        self._seed = random.SystemRandom().randrange(1 << 30)
 
     def known(self) -> dict[str, float | None]:
         found: dict[str, float | None] = {}
@@ -112,12 +113,12 @@ class Hardware:
         ]
 
     def trial(self, config: AnyConfig) -> tuple[float | None, str]:
-        measured = self._worker.trial(self._problem, config, self._seeds.randrange(1 << 30))
+        measured = self._worker.trial(self._problem, config, self._seed)
         measured = self._keep(config, measured)
         return (measured.latency_us if measured.outcome == "ok" else None), measured.detail
 
     def finals(self, configs: Sequence[AnyConfig]) -> None:
-        rows = self._worker.finals(self._problem, configs, self._seeds.randrange(1 << 30))
+        rows = self._worker.finals(self._problem, configs, self._seed)
         for config, measured in zip(configs, rows, strict=True):
             self._keep(config, measured)
 
