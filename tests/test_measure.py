@@ -21,7 +21,7 @@ def test_one_reference_serves_until_problem_or_seed_changes(monkeypatch):
     monkeypatch.setattr(
         measure,
         "Reference",
-        lambda gpus, arena, problem, seed: SimpleNamespace(problem=problem, seed=seed),
+        lambda _gpus, _arena, problem, seed: SimpleNamespace(problem=problem, seed=seed),
     )
     first = bench._reference_of(PROBLEM, 1)
     assert bench._reference_of(PROBLEM, 1) is first
