@@ -15,7 +15,7 @@ from typing import Protocol
 from cuda.core import EventOptions
 
 from ctatune.config import Baseline
-from ctatune.cublas import Cublas
+from ctatune.cublas import Cublas, Sizes
 from ctatune.gpus import Arena, Gpus
 from ctatune.launch import BF16_BYTES
 from ctatune.operands import Inputs, cold_sets
@@ -59,6 +59,12 @@ class Method(Protocol):
     def check(self) -> None:
         """Raise PipelineTimeoutError if a finished call waited in vain."""
         ...
+
+
+class Product(Protocol):
+    """Computes Y = X W^T on a GPU: `Cublas.tune` or `Cublas.gemm`."""
+
+    def __call__(self, gpu: int, x: int, w: int, y: int, sizes: Sizes) -> None: ...
 
 
 class Libraries:
@@ -110,21 +116,28 @@ class _RowSplit:
             for i in range(sets)
         ]
         self._joints = _Joints(gpus, count)
+        self._products(libraries.blas.tune, 0)
 
-    def call(self, which: int = 0) -> None:
+    def _products(self, run: Product, which: int) -> None:
+        """`run` both layers of every GPU that has rows."""
         problem = self._problem
         for gpu, (x, w_up, w_down) in enumerate(self._sets[which % len(self._sets)]):
-            rows = self._rows[gpu]
-            if not rows.width:
-                continue
-            offset = rows.start * problem.n * BF16_BYTES
-            y2 = self.y2[gpu] + offset
-            self._blas.gemm(gpu, x, w_up, self._y1[gpu], (rows.width, problem.h, problem.k))
-            self._blas.gemm(gpu, self._y1[gpu], w_down, y2, (rows.width, problem.n, problem.h))
+            if rows := self._rows[gpu].width:
+                y2 = self.y2[gpu] + self._offset(gpu)
+                run(gpu, x, w_up, self._y1[gpu], (rows, problem.h, problem.k))
+                run(gpu, self._y1[gpu], w_down, y2, (rows, problem.n, problem.h))
+
+    def _offset(self, gpu: int) -> int:
+        return self._rows[gpu].start * self._problem.n * BF16_BYTES
+
+    def call(self, which: int = 0) -> None:
+        self._products(self._blas.gemm, which)
+        for gpu, y2 in self.y2.items():
+            offset, stream = self._offset(gpu), self._gpus.streams[gpu]
+            nbytes = self._rows[gpu].width * self._problem.n * BF16_BYTES
             for peer, to in self.y2.items():
-                if peer != gpu:
-                    nbytes = rows.width * problem.n * BF16_BYTES
-                    self._gpus.copy(to + offset, y2, nbytes, self._gpus.streams[gpu])
+                if peer != gpu and nbytes:
+                    self._gpus.copy(to + offset, y2 + offset, nbytes, stream)
         self._joints.join()
 
     def check(self) -> None:
@@ -187,13 +200,17 @@ class _TensorParallel:
             self._partials = [inputs.y2(gpu) for gpu in everyone]
             two_shot = TwoShotReduce(gpus, arena, self._partials, y2, elements)
             self._reduce, self.check = two_shot.enqueue, two_shot.check
+        self._products(libraries.blas.tune, 0)
 
-    def call(self, which: int = 0) -> None:
+    def _products(self, run: Product, which: int) -> None:
         m, k, n = self._problem.m, self._problem.k, self._problem.n
         for gpu, (x, w_up, w_down) in enumerate(self._sets[which % len(self._sets)]):
             width = self._parts[gpu].width
-            self._blas.gemm(gpu, x, w_up, self._y1[gpu], (m, width, k))
-            self._blas.gemm(gpu, self._y1[gpu], w_down, self._partials[gpu], (m, n, width))
+            run(gpu, x, w_up, self._y1[gpu], (m, width, k))
+            run(gpu, self._y1[gpu], w_down, self._partials[gpu], (m, n, width))
+
+    def call(self, which: int = 0) -> None:
+        self._products(self._blas.gemm, which)
         self._reduce()
 
 
@@ -222,20 +239,33 @@ class _MicroBatch:
             self._copies.append(gpus.devices[gpu].create_stream())
         self._done = [[_event(gpus, gpu) for _ in self._chunks] for gpu in range(2)]
         self._sent = [[_event(gpus, gpu) for _ in self._chunks] for gpu in range(2)]
+        for i in range(len(self._chunks)):
+            for gpu in range(2):
+                self._product(libraries.blas.tune, gpu, i, 0)
+
+    def _product(self, run: Product, gpu: int, chunk: int, which: int) -> None:
+        """`run` the layer of `gpu` on a chunk."""
+        problem, rows = self._problem, self._chunks[chunk]
+        x, w_up, w_down = self._sets[which % len(self._sets)]
+        part, w, inputs, outputs = (
+            (_row(x, rows.start, problem.k), w_up, problem.k, problem.h)
+            if gpu == 0
+            else (_row(self._y1[1], rows.start, problem.h), w_down, problem.h, problem.n)
+        )
+        y = _row((self._y1[0], self.y2[1])[gpu], rows.start, outputs)
+        run(gpu, part, w, y, (rows.width, outputs, inputs))
 
     def call(self, which: int = 0) -> None:
-        problem = self._problem
-        x, w_up, w_down = self._sets[which % len(self._sets)]
+        h, n = self._problem.h, self._problem.n
         for i, rows in enumerate(self._chunks):
-            y1 = [y + rows.start * problem.h * BF16_BYTES for y in self._y1]
-            y2 = [y + rows.start * problem.n * BF16_BYTES for y in self.y2.values()]
-            part = x + rows.start * problem.k * BF16_BYTES
-            self._blas.gemm(0, part, w_up, y1[0], (rows.width, problem.h, problem.k))
-            self._send(0, i, y1[1], y1[0], rows.width * problem.h)
+            self._product(self._blas.gemm, 0, i, which)
+            y1 = [_row(y, rows.start, h) for y in self._y1]
+            self._send(0, i, y1[1], y1[0], rows.width * h)
             self._gpus.use(1)
             self._gpus.streams[1].wait(self._sent[0][i])
-            self._blas.gemm(1, y1[1], w_down, y2[1], (rows.width, problem.n, problem.h))
-            self._send(1, i, y2[0], y2[1], rows.width * problem.n)
+            self._product(self._blas.gemm, 1, i, which)
+            y2 = [_row(y, rows.start, n) for y in self.y2.values()]
+            self._send(1, i, y2[0], y2[1], rows.width * n)
         for gpu in range(2):  # a call ends on GPU 0 when Y2 is there, on GPU 1 when it was sent
             self._gpus.use(gpu)
             self._gpus.streams[gpu].wait(self._sent[1][-1])
@@ -251,6 +281,11 @@ class _MicroBatch:
 
     def check(self) -> None:
         """Nothing polls here."""
+
+
+def _row(matrix: int, row: int, columns: int) -> int:
+    """Where a row of a matrix begins."""
+    return matrix + row * columns * BF16_BYTES
 
 
 def _event(gpus: Gpus, gpu: int) -> object:
