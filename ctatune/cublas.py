@@ -3,8 +3,8 @@
 For each size the heuristic's best algorithms are timed on the GPU; the fastest one serves.
 """
 
-# The extra is not installed where the code is checked, and cuda-python ships no type stubs.
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# The extra is not installed where the code is checked.
+# pyright: reportMissingImports=false
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from cuda.core import EventOptions
 from numpy.typing import NDArray
 
 from ctatune.errors import DeviceError
@@ -160,9 +159,8 @@ class Cublas:
 
     def _time_us(self, gpu: int, enqueue: Callable[[], None]) -> float:
         """Mean time of a product between two events on the stream of `gpu`."""
-        device, stream = self._gpus.devices[gpu], self._gpus.streams[gpu]
-        kind = EventOptions(timing_enabled=True)
-        start, end = device.create_event(kind), device.create_event(kind)
+        stream = self._gpus.streams[gpu]
+        start, end = (self._gpus.event(gpu, timed=True) for _ in range(2))
         for _ in range(_WARM_CALLS):
             enqueue()
         stream.record(start)

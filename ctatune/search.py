@@ -18,7 +18,7 @@ from typing import Protocol
 
 from ctatune import latency, records, space
 from ctatune.computed import rank
-from ctatune.config import AnyConfig, Config
+from ctatune.config import AnyConfig, Baseline, Config
 from ctatune.jit import kernel_hash
 from ctatune.machine_model import MachineModel
 from ctatune.problem import Problem
@@ -153,7 +153,7 @@ class Simulated:
     def trial(self, config: AnyConfig) -> tuple[float | None, str]:
         if isinstance(config, Config):
             predicted = simulate(self._problem, config, self._machine)
-        elif config.method == "single":
+        elif config == Baseline(method="single"):
             predicted = latency.single_us(self._problem, self._machine)
         else:
             return None, "it has no model yet"
