@@ -24,7 +24,7 @@ from ctatune.schedule import build
 from ctatune.space import why_invalid
 from ctatune.stats import median_interval
 from ctatune.telemetry import Telemetry
-from ctatune.timing import Chain, Timer
+from ctatune.timing import LOAD_SECONDS, Chain, Timer
 from ctatune.verify import Reference, verify
 
 SCREEN_ROUNDS = 5
@@ -127,30 +127,29 @@ class Bench:
             if field:
                 before = self._telemetry.read()
                 timer = Timer(self.gpus, arena)
-                rounds = self._race(timer, {i: c for i, (c, _) in field.items()}, seed)
+                loads = {i: _Load(timer, self._telemetry, c) for i, (c, _) in field.items()}
+                rounds = self._race(timer, loads, seed)
                 state = self._telemetry.state(before, self._telemetry.read())
                 for i, (contestant, proof) in field.items():
                     contestant.check()
-                    results[i] = _timed(contestant, proof, "final", rounds[i], state)
+                    own = state | loads[i].state()
+                    results[i] = _timed(contestant, proof, "final", rounds[i], own)
         return [results[i] for i in range(len(configs))]
 
-    def _race(
-        self, timer: Timer, field: dict[int, Contestant], seed: int
-    ) -> dict[int, list[Chain]]:
+    def _race(self, timer: Timer, field: dict[int, _Load], seed: int) -> dict[int, list[Chain]]:
         """Rounds of all in random order, until all are told from the best, or late.
 
         A round in which a GPU was slowed down or shared does not count.
         """
         order = np.random.default_rng(seed)
-        calls = {i: timer.calls_for(c.call) for i, c in field.items()}
         rounds: dict[int, list[Chain]] = {i: [] for i in field}
-        for i, contestant in field.items():
-            timer.load(contestant.call, calls[i])
+        for load in field.values():
+            load.run(LOAD_SECONDS)
         end = time.monotonic() + FINAL_SECONDS
         for played in range(1, MAX_ROUNDS + 1):
             for i in order.permutation(list(field)):
-                timer.load(field[i].call, calls[i], RELOAD_SECONDS)
-                rounds[i].append(timer.chain(field[i].call, calls[i]))
+                field[i].run(RELOAD_SECONDS)
+                rounds[i].append(timer.chain(field[i].call, field[i].calls))
             if self._telemetry.marks(self._telemetry.read()) and played > 1:
                 for chains in rounds.values():
                     chains.pop()
@@ -168,6 +167,32 @@ class Bench:
             contestant = self._contestants.prepare(arena, problem, config, 1, skip_wait=skip_wait)
             prover = _Prover(self.gpus, arena, reference, contestant)
             return prover.prove().passed and prover.prove_in_flight().passed
+
+
+class _Load:
+    """Loads the GPUs with one contestant of a race, and counts what a call of it takes."""
+
+    def __init__(self, timer: Timer, telemetry: Telemetry, contestant: Contestant) -> None:
+        self._timer, self._telemetry = timer, telemetry
+        self.call = contestant.call
+        self.calls = timer.calls_for(contestant.call)
+        self._made, self._energy_j = 0, 0.0
+
+    def run(self, seconds: float) -> None:
+        """Load for `seconds`; streams are idle before and after."""
+        before = self._telemetry.energy_j()
+        self._made += self._timer.load(self.call, self.calls, seconds)
+        after = self._telemetry.energy_j()
+        if before is None or after is None:
+            self._energy_j = math.nan
+        else:
+            self._energy_j += after - before
+
+    def state(self) -> dict[str, object]:
+        """`energy_j`: joules a call of all GPUs held; nothing where NVML does not count them."""
+        if not self._made or math.isnan(self._energy_j):
+            return {}
+        return {"energy_j": self._energy_j / self._made}
 
 
 class _Prover:

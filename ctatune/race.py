@@ -14,13 +14,14 @@ from ctatune.problem import Problem
 from ctatune.rows import Row
 from ctatune.stats import ratio_interval
 
-HEAD = ("method", "us", "95 % interval", "to best baseline", "of ideal")
+HEAD = ("method", "us", "95 % interval", "to best baseline", "of ideal", "J")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
     """One contestant. `ratio` is the median over rounds of its latency over the best baseline's,
-    with its interval; `ideal` is `single` / GPUs / latency."""
+    with its interval; `ideal` is `single` / GPUs / latency; `energy_j` is joules a call of all
+    GPUs under load, None where they were not counted."""
 
     row: Row
     latency_us: float
@@ -28,6 +29,7 @@ class Line:
     ratio: float
     ratio_interval: tuple[float, float]
     ideal: float | None
+    energy_j: float | None
 
     @property
     def tie(self) -> bool:
@@ -69,7 +71,13 @@ def _line(row: Row, best: Row, single: Row | None) -> Line:
         ratio=ratio,
         ratio_interval=(low, high),
         ideal=ideal,
+        energy_j=_energy_j(row),
     )
+
+
+def _energy_j(row: Row) -> float | None:
+    found = row.measurement.gpu_state.get("energy_j")
+    return float(found) if isinstance(found, int | float) else None
 
 
 def cells(line: Line) -> tuple[str, ...]:
@@ -77,7 +85,9 @@ def cells(line: Line) -> tuple[str, ...]:
     low, high = line.interval_us
     ratio = f"{line.ratio:.3f}" + (" (tie)" if line.tie and line.ratio != 1.0 else "")
     ideal = "" if line.ideal is None else f"{line.ideal:.0%}"
-    return str(line.row.config), f"{line.latency_us:.1f}", f"{low:.1f} .. {high:.1f}", ratio, ideal
+    energy = "" if line.energy_j is None else f"{line.energy_j:.3g}"
+    latency, interval = f"{line.latency_us:.1f}", f"{low:.1f} .. {high:.1f}"
+    return str(line.row.config), latency, interval, ratio, ideal, energy
 
 
 def markdown(problem: Problem, lines: Sequence[Line]) -> str:
@@ -87,6 +97,8 @@ def markdown(problem: Problem, lines: Sequence[Line]) -> str:
     run, rounds = lines[0].row.run, len(lines[0].row.measurement.samples_us)
     about = f"{problem.shape}, {problem.output}, {problem.gpus} x {run.platform.gpu}"
     table = [HEAD, tuple("---" for _ in HEAD), *map(cells, lines)]
+    if all(line.energy_j is None for line in lines):  # races before energy was counted
+        table = [row[:-1] for row in table]
     text = "\n".join("| " + " | ".join(row) + " |" for row in table)
     return f"{about} ({run.utc[:10]}, {rounds} interleaved rounds, `{run.command}`):\n\n{text}\n"
 
@@ -102,6 +114,7 @@ def document(lines: Sequence[Line]) -> list[dict[str, object]]:
             "ratio_to_best_baseline": line.ratio,
             "ratio_interval": line.ratio_interval,
             "share_of_ideal": line.ideal,
+            "energy_j": line.energy_j,
         }
         for line in lines
     ]

@@ -92,8 +92,14 @@ class Timer:
         """One gated call and the join of all GPUs, floor included: median of five."""
         return float(np.median([self.chain_us(call, 1) for _ in range(5)]))
 
-    def load(self, call: Call, calls: int, seconds: float = LOAD_SECONDS) -> None:
-        """Keep the GPUs busy with the method until clocks have settled."""
+    def load(self, call: Call, calls: int, seconds: float = LOAD_SECONDS) -> int:
+        """Keep the GPUs busy with the method until clocks have settled; returns calls made.
+
+        Begins and ends with idle streams.
+        """
+        made = 0
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self.chain_us(call, calls, dependent=False)
+            made += calls
+        return made

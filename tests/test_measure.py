@@ -6,6 +6,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from ctatune import measure
 from ctatune.measure import Bench
 from ctatune.problem import Problem
@@ -28,3 +30,25 @@ def test_one_reference_serves_until_problem_or_seed_changes(monkeypatch):
     assert bench._reference_of(PROBLEM, 2) is not first
     assert bench._reference_of(replace(PROBLEM, m=64), 2).problem.m == 64
     assert len(closed) == 3  # before each new one, the memory of the old one was given back
+
+
+class Timed:
+    def calls_for(self, _: object) -> int:
+        return 10
+
+    def load(self, _: object, calls: int, seconds: float) -> int:
+        return calls * round(10 * seconds)
+
+
+@pytest.mark.parametrize(
+    ("counter", "state"),
+    [([100.0, 350.0, 350.0, 400.0], {"energy_j": 3.0}), ([None, None, 1.0, 2.0], {})],
+)
+def test_energy_is_a_call_of_all_load_segments(counter, state):
+    readings = iter(counter)
+    telemetry: Any = SimpleNamespace(energy_j=lambda: next(readings))
+    timer: Any = Timed()
+    load = measure._Load(timer, telemetry, SimpleNamespace(call=None))  # type: ignore[arg-type]
+    load.run(0.8)
+    load.run(0.2)
+    assert load.state() == state

@@ -19,7 +19,11 @@ TP, SINGLE = Baseline(method="tp"), Baseline(method="single")
 
 
 def row(
-    config: AnyConfig, samples: tuple[float, ...], run_id: int = 1, phase: Phase = "final"
+    config: AnyConfig,
+    samples: tuple[float, ...],
+    run_id: int = 1,
+    phase: Phase = "final",
+    **gpu_state: object,
 ) -> Row:
     run = Run(
         id=run_id,
@@ -31,7 +35,12 @@ def row(
     )
     middle, low, high = median_interval(samples)
     measured = Measurement(
-        outcome="ok", phase=phase, latency_us=middle, interval_us=(low, high), samples_us=samples
+        outcome="ok",
+        phase=phase,
+        latency_us=middle,
+        interval_us=(low, high),
+        samples_us=samples,
+        gpu_state=gpu_state,
     )
     return Row(
         id=0,
@@ -82,3 +91,11 @@ def test_the_newest_run_with_rivals_is_shown():
     assert [r.run_id for r in race.newest(rows[-2:])] == [2, 2]
     assert race.newest([]) == []
     assert race.compare([]) == []
+
+
+def test_energy_is_shown_where_it_was_counted():
+    first, second = race.compare([row(CTA, DRIFT, energy_j=0.98765), row(TP, DRIFT)])
+    assert {race.cells(line)[-1] for line in (first, second)} == {"0.988", ""}
+    assert {line["energy_j"] for line in race.document([first, second])} == {0.98765, None}
+    assert "| J |" in race.markdown(PROBLEM, [first, second])
+    assert "| J |" not in race.markdown(PROBLEM, race.compare([row(TP, DRIFT)]))
