@@ -227,9 +227,9 @@ def _measured(
 def _winner(able: Sequence[Row]) -> tuple[Row, list[str]]:
     """The fastest row, or of finals that tie with it the first method of TIE_ORDER; and who ties.
 
-    A tie: the 95 % interval of the ratio over the interleaved rounds holds 1.
+    What a tie is says `stats.verdict`, of the ratio over the interleaved rounds.
     """
-    from ctatune.stats import ratio_interval  # late: imports NumPy
+    from ctatune.stats import ratio_interval, verdict  # late: imports NumPy
 
     fastest = min(able, key=_latency_us)
     equal = [fastest]
@@ -237,8 +237,7 @@ def _winner(able: Sequence[Row]) -> tuple[Row, list[str]]:
         ours, best_of_all = (r.measurement.samples_us for r in (row, fastest))
         if row is fastest or row.measurement.phase != "final" or len(ours) != len(best_of_all):
             continue
-        _, low, high = ratio_interval(ours, best_of_all)
-        if low <= 1.0 <= high:
+        if verdict(*ratio_interval(ours, best_of_all)) == "tie":
             equal.append(row)
     won = min(equal, key=lambda row: (TIE_ORDER.index(row.config.method), _latency_us(row)))
     others = {str(row.config) for row in equal if row.config.method != won.config.method}

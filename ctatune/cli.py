@@ -203,17 +203,19 @@ def bench(
             for problem in problems:
                 with Progress(problem) as progress:
                     opened.search(problem, progress.show, trials=trials, race=True)
-    races = {
-        problem: race.compare(race.newest(stored_rows(problem, db, platform)))
-        for problem in problems
-    }
+    rows = {problem: stored_rows(problem, db, platform) for problem in problems}
+    races = {problem: race.compare(race.newest(rows[problem])) for problem in problems}
     if plot_path:
         race.plot(races, plot_path)
     if as_json:
         documents = {problem.shape: race.document(lines) for problem, lines in races.items()}
         click.echo(json.dumps(documents, indent=2))
     else:
-        click.echo("\n".join(race.markdown(*item) for item in races.items()), nl=False)
+        texts = [
+            race.markdown(problem, race.shown(lines)) + race.control_line(rows[problem], lines)
+            for problem, lines in races.items()
+        ]
+        click.echo("\n".join(texts), nl=False)
     if not any(races.values()):
         sys.exit(NO_ANSWER)
 

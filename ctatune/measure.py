@@ -22,7 +22,7 @@ from ctatune.problem import Problem
 from ctatune.records import Measurement, Outcome, Phase, Platform, Verification
 from ctatune.schedule import build
 from ctatune.space import why_invalid
-from ctatune.stats import median_interval
+from ctatune.stats import APART, median_interval
 from ctatune.telemetry import Telemetry
 from ctatune.timing import LOAD_SECONDS, Chain, Timer
 from ctatune.verify import Reference, verify
@@ -30,7 +30,6 @@ from ctatune.verify import Reference, verify
 SCREEN_ROUNDS = 5
 MIN_ROUNDS, MAX_ROUNDS, FINAL_SECONDS = 12, 60, 20.0
 TIE = 0.005  # half-width of the interval of the log-ratio at which two methods are told apart
-APART = 0.01
 SCREEN_LOAD_SECONDS = 0.3  # the GPUs are warm from the trial before; a final loads longer
 RELOAD_SECONDS = 0.05  # of load before each round of a final, so that clocks stay settled
 BURST = (4, 3, 2, 1, 0)  # operand sets of calls in flight together; the last one is compared
@@ -107,7 +106,8 @@ class Bench:
     ) -> list[Measurement]:
         """Time configs against each other, interleaved in random order, until told apart.
 
-        Every config is verified anew. A config that fails takes no part; its row says why.
+        Every config is verified anew. A config that fails takes no part; its row says why. One
+        that is listed twice runs twice, each time with its own memory (A/A control).
         """
         reference = self._reference_of(problem, seed)
         with self.gpus.arena() as arena:

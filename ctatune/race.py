@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ctatune.config import AnyConfig
 from ctatune.errors import DeviceError
 from ctatune.problem import Problem
 from ctatune.rows import Row
-from ctatune.stats import ratio_interval
+from ctatune.stats import Verdict, ratio_interval, verdict
 
 HEAD = ("method", "us", "95 % interval", "to best baseline", "of ideal", "J")
 
@@ -33,8 +34,26 @@ class Line:
 
     @property
     def tie(self) -> bool:
-        """Whether the interval of the ratio to the best baseline holds 1."""
-        return self.ratio_interval[0] <= 1.0 <= self.ratio_interval[1]
+        """Whether it cannot be told from the best baseline."""
+        return verdict(self.ratio, *self.ratio_interval) == "tie"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """A config that ran twice in one race (A/A): its second latency over its first."""
+
+    config: AnyConfig
+    ratio: float
+    ratio_interval: tuple[float, float]
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the product says of the pair; anything but a tie is false."""
+        return verdict(self.ratio, *self.ratio_interval)
+
+    def __str__(self) -> str:
+        low, high = self.ratio_interval
+        return f"{self.config} {self.ratio:.3f} ({low:.3f} .. {high:.3f}), {self.verdict}"
 
 
 def newest(rows: Sequence[Row]) -> list[Row]:
@@ -43,6 +62,23 @@ def newest(rows: Sequence[Row]) -> list[Row]:
     full = [r for r in good if r.config.method not in ("cta", "single")] or good
     newest_run = max((r.run for r in full), key=lambda run: (run.utc, run.id), default=None)
     return [r for r in good if r.run == newest_run]
+
+
+def controls(rows: Sequence[Row]) -> list[Control]:
+    """The A/A pairs among the rows, in their order: each control with the final that it repeats."""
+    pairs: list[Control] = []
+    finals: dict[tuple[str, ...], tuple[float, ...]] = {}
+    for row in rows:
+        key = (row.run.utc, str(row.run.id), str(row.problem), row.config.canonical())
+        again, phase = row.measurement.samples_us, row.measurement.phase
+        if row.measurement.outcome != "ok":
+            continue
+        if phase == "final":
+            finals[key] = again
+        elif phase == "control" and len(first := finals.get(key, ())) == len(again):
+            ratio, low, high = ratio_interval(again, first)
+            pairs.append(Control(config=row.config, ratio=ratio, ratio_interval=(low, high)))
+    return pairs
 
 
 def compare(rows: Sequence[Row]) -> list[Line]:
@@ -101,6 +137,24 @@ def markdown(problem: Problem, lines: Sequence[Line]) -> str:
         table = [row[:-1] for row in table]
     text = "\n".join("| " + " | ".join(row) + " |" for row in table)
     return f"{about} ({run.utc[:10]}, {rounds} interleaved rounds, `{run.command}`):\n\n{text}\n"
+
+
+def shown(lines: Sequence[Line]) -> list[Line]:
+    """The lines that a person reads: all of our kernel, and the fastest of every other method."""
+    seen: set[str] = set()
+    kept = []
+    for line in sorted(lines, key=lambda line: line.latency_us):
+        method = line.row.config.method
+        if method == "cta" or method not in seen:
+            kept.append(line)
+        seen.add(method)
+    return kept
+
+
+def control_line(rows: Sequence[Row], lines: Sequence[Line]) -> str:
+    """The A/A pairs of the race with these lines as one line of text; empty without any."""
+    pairs = controls([row for row in rows if lines and row.run == lines[0].row.run])
+    return f"\nA/A control: {'; '.join(map(str, pairs))}\n" if pairs else ""
 
 
 def document(lines: Sequence[Line]) -> list[dict[str, object]]:
