@@ -19,6 +19,7 @@ import click
 
 from ctatune import __version__
 from ctatune.errors import CtatuneError, UsageError
+from ctatune.presets import PRESETS
 from ctatune.problem import ACTIVATIONS, DTYPES, OUTPUTS, Problem, parse_shape
 
 FAILED, WRONG_USAGE, NO_ANSWER, INTERRUPTED = 1, 2, 3, 130
@@ -172,7 +173,10 @@ def best(
 
 
 @main.command()
-@_shape_option
+@click.option("--shape", "shapes", multiple=True, help="MxKxHxN, or MxKxH for N = K.")
+@click.option(
+    "--preset", "presets", type=click.Choice(list(PRESETS)), multiple=True, help="Named shapes."
+)
 @click.option("--trials", type=click.IntRange(1), default=16, show_default=True, help=_TRIALS_HELP)
 @click.option("--stored", is_flag=True, help="Measure nothing: show the newest stored race.")
 @click.option(
@@ -182,6 +186,7 @@ def best(
 @_common_options
 def bench(
     shapes: tuple[str, ...],
+    presets: tuple[str, ...],
     trials: int,
     stored: bool,
     plot_path: Path | None,
@@ -195,7 +200,10 @@ def bench(
     from ctatune.choice import stored_rows
     from ctatune.progress import Progress
 
-    problems = [_problem(shape, problem_fields) for shape in shapes]
+    named = [shape for preset in presets for shape in PRESETS[preset]]
+    if not (shapes or named):
+        raise UsageError("nothing to race: give --shape or --preset")
+    problems = list(dict.fromkeys(_problem(shape, problem_fields) for shape in (*shapes, *named)))
     if not stored:
         with session.open_session(problems[0].gpus, db, platform, _command()) as opened:
             if opened.simulates:

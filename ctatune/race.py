@@ -177,24 +177,46 @@ def document(lines: Sequence[Line]) -> list[dict[str, object]]:
 def plot(races: dict[Problem, list[Line]], path: Path) -> None:
     """Latency over ideal (`single` / GPUs) by tokens, a curve a method, as an image.
 
+    Each size of the weights has its own axes.
+
     Raises: DeviceError without matplotlib (extra `plots`).
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise DeviceError("matplotlib is not installed (extra `plots`)") from error
-    curves: dict[str, dict[int, float]] = {}
-    for problem, lines in races.items():
-        for line in reversed(lines):  # the fastest of a method comes last and stays
-            if line.ideal:
-                curves.setdefault(line.row.config.method, {})[problem.m] = 1 / line.ideal
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for method, by_m in sorted(curves.items()):
-        axes.plot(sorted(by_m), [by_m[m] for m in sorted(by_m)], marker="o", label=method)
-    tokens = sorted({problem.m for problem in races})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(tokens, labels=map(str, tokens))
-    axes.set(xlabel="tokens", ylabel="latency / (single / GPUs)")
-    axes.legend()
+    sizes = sorted({_weights(problem) for problem in races}) or [(0, 0, 0)]
+    figure = Figure(figsize=(7 * len(sizes), 4), layout="constrained")
+    methods = sorted({line.row.config.method for lines in races.values() for line in lines})
+    colours = {method: f"C{i}" for i, method in enumerate(methods)}
+    all_axes = figure.subplots(1, len(sizes), squeeze=False)[0]
+    for axes, size in zip(all_axes, sizes, strict=True):
+        ours = {problem: lines for problem, lines in races.items() if _weights(problem) == size}
+        for method, by_m in sorted(curves(ours).items()):
+            values = [by_m[m] for m in sorted(by_m)]
+            axes.plot(sorted(by_m), values, marker="o", label=method, color=colours[method])
+        tokens = sorted({problem.m for problem in ours})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(tokens, labels=map(str, tokens))
+        axes.set(
+            xlabel="tokens",
+            ylabel="latency / (single / GPUs)",
+            title="k {} h {} n {}".format(*size),
+        )
+        if axes.lines:
+            axes.legend()
     figure.savefig(path)
+
+
+def _weights(problem: Problem) -> tuple[int, int, int]:
+    return problem.k, problem.h, problem.n
+
+
+def curves(races: dict[Problem, list[Line]]) -> dict[str, dict[int, float]]:
+    """Latency over ideal of the fastest of each method, by tokens."""
+    found: dict[str, dict[int, float]] = {}
+    for problem, lines in races.items():
+        for line in shown(lines)[::-1]:  # the fastest of a method comes last and stays
+            if line.ideal:
+                found.setdefault(line.row.config.method, {})[problem.m] = 1 / line.ideal
+    return found

@@ -151,6 +151,21 @@ def test_people_see_the_best_variant_of_a_method_and_all_of_ours():
     ]
 
 
+def test_each_size_of_the_weights_is_plotted_on_its_own(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, _: drawn.extend(self.axes))
+    lines = race.compare([row(CTA, DRIFT), row(TP, DRIFT), row(SINGLE, DRIFT)])
+    wide = replace(PROBLEM, h=28672)
+    race.plot({PROBLEM: lines, replace(PROBLEM, m=64): lines, wide: lines}, tmp_path / "a.png")
+    assert [axes.get_title() for axes in drawn] == [
+        *("k 8192 h 8192 n 8192", "k 8192 h 28672 n 8192")
+    ]
+    assert [len(line.get_xdata()) for axes in drawn for line in axes.lines] == [2] * 3 + [1] * 3
+    assert len({line.get_color() for line in drawn[0].lines}) == 3
+    race.plot({}, tmp_path / "a.png")  # nothing was ever raced
+
+
 def test_the_shipped_controls_hardly_ever_differ():
     """Two entries of one config are equal: at most 5 % of the verdicts on them may be false."""
     pairs = [pair for shape in shipped_shapes() for pair in race.controls(shipped(shape))]
