@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ctatune import measure
+from ctatune import measure, telemetry
 from ctatune.measure import Bench
 from ctatune.problem import Problem
 
@@ -52,3 +52,17 @@ def test_energy_is_a_call_of_all_load_segments(counter, state):
     load.run(0.8)
     load.run(0.2)
     assert load.state() == state
+
+
+def test_energy_is_of_all_gpus_and_absent_where_nvml_does_not_count(monkeypatch):
+    def count_mj(handle: int) -> int:
+        if handle == 7:
+            raise telemetry.pynvml.NVMLError(3)  # not supported
+        return 1000 * handle
+
+    monkeypatch.setattr(telemetry.pynvml, "nvmlDeviceGetTotalEnergyConsumption", count_mj)
+    held: Any = object.__new__(telemetry.Telemetry)
+    held._handles = [2, 3]
+    assert held.energy_j() == 5.0
+    held._handles = [2, 7]
+    assert held.energy_j() is None
