@@ -29,7 +29,7 @@ def results() -> str:
         f"{run.platform.gpus} x {run.platform.gpu}, {run.platform.link}, driver "
         f"{run.platform.driver}, {run.platform.power_limit_w} W, protocol {PROTOCOL}, sustained "
         "load, cold cache. `of ideal`: `single` / GPUs / latency. A tie: the 95 % interval of the "
-        "ratio over the interleaved rounds holds 1.\n"
+        "ratio over the interleaved rounds holds 1, or the ratio is within 1 %.\n"
     )
     tables = [race.markdown(problem, lines) for problem, lines in found.items()]
     return "\n".join([about, "![latency over tokens](docs/latency.png)\n", *tables])

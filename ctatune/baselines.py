@@ -3,24 +3,19 @@
 They need the extra `baselines`; `why_not` says what lacks or which rule a problem breaks.
 """
 
-# cuda-python ships no type stubs.
-# pyright: reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import importlib.util
-from functools import cached_property
-from typing import Protocol
-
-from cuda.core import EventOptions
 
 from ctatune.config import Baseline
-from ctatune.cublas import Cublas
 from ctatune.gpus import Arena, Gpus
+from ctatune.graphs import Graphed
 from ctatune.launch import BF16_BYTES
+from ctatune.methods import Libraries, Method, Product
+from ctatune.microbatch import MicroBatch
 from ctatune.operands import Inputs, cold_sets
 from ctatune.problem import Problem
-from ctatune.reduce import NcclAllReduce, TwoShotReduce
+from ctatune.reduce import TwoShotReduce
 from ctatune.schedule import Columns, split_columns
 
 
@@ -40,46 +35,20 @@ def why_not(baseline: Baseline, problem: Problem) -> str | None:
         return None
     if problem.gpus < 2 or problem.output != "replicated":
         return f"{baseline.method} needs two GPUs and leaves Y2 replicated"
-    if baseline.method == "microbatch" and problem.gpus != 2:
-        return "microbatch has one GPU a stage: needs 2 GPUs"
-    if baseline.method == "microbatch" and baseline.chunk >= problem.m:
+    if baseline.chunk and problem.gpus != 2:
+        return f"{baseline.method} has one GPU a stage: needs 2 GPUs"
+    if baseline.chunk and baseline.chunk >= problem.m:
         return f"a chunk must have fewer rows than there are ({problem.m}), got {baseline.chunk}"
     return None
 
 
-class Method(Protocol):
-    """What every baseline is: enqueues calls, and says where its Y2 is."""
-
-    y2: dict[int, int]
-
-    def call(self, which: int = 0) -> None:
-        """Enqueue one call on operand set `which` (modulo the number of sets)."""
-        ...
-
-    def check(self) -> None:
-        """Raise PipelineTimeoutError if a finished call waited in vain."""
-        ...
-
-
-class Libraries:
-    """cuBLAS and NCCL of one process, started when they are first needed."""
-
-    def __init__(self, gpus: Gpus) -> None:
-        self._gpus = gpus
-
-    @cached_property
-    def blas(self) -> Cublas:
-        return Cublas(self._gpus)
-
-    @cached_property
-    def nccl(self) -> NcclAllReduce:
-        return NcclAllReduce(self._gpus)
-
-
 def prepare(baseline: Baseline, libraries: Libraries, arena: Arena, inputs: Inputs) -> Method:
-    """A baseline with its weights placed and its workspace allocated."""
-    kinds = {"single": _RowSplit, "rowsplit": _RowSplit, "microbatch": _MicroBatch}
-    return kinds.get(baseline.method, _TensorParallel)(baseline, libraries, arena, inputs)
+    """A baseline with its weights placed, its workspace allocated and its products tuned."""
+    if baseline.chunk:
+        return MicroBatch(baseline, libraries, arena, inputs)
+    kind = _RowSplit if baseline.method in ("single", "rowsplit") else _TensorParallel
+    method = kind(baseline, libraries, arena, inputs)
+    return Graphed(inputs.gpus, arena, method, str(baseline)) if baseline.graph else method
 
 
 class _RowSplit:
@@ -87,6 +56,8 @@ class _RowSplit:
 
     On one GPU this is `single`.
     """
+
+    kernel = None
 
     def __init__(
         self, baseline: Baseline, libraries: Libraries, arena: Arena, inputs: Inputs
@@ -101,30 +72,37 @@ class _RowSplit:
             for gpu, rows in enumerate(self._rows)
         ]
         up, down = Columns(0, problem.h), Columns(0, problem.n)
-        sets = cold_sets(gpus, problem.weight_bytes // BF16_BYTES)
+        self.sets = cold_sets(gpus, problem.weight_bytes // BF16_BYTES)
         self._sets = [
             [
                 (inputs.x(g, i, rows), inputs.w_up(g, up, i), inputs.w_down(g, down, i))
                 for g, rows in enumerate(self._rows)
             ]
-            for i in range(sets)
+            for i in range(self.sets)
         ]
         self._joints = _Joints(gpus, count)
+        self._products(libraries.blas.tune, 0)
+
+    def _products(self, run: Product, which: int) -> None:
+        """`run` both layers of every GPU that has rows."""
+        problem = self._problem
+        for gpu, (x, w_up, w_down) in enumerate(self._sets[which % self.sets]):
+            if rows := self._rows[gpu].width:
+                y2 = self.y2[gpu] + self._offset(gpu)
+                run(gpu, x, w_up, self._y1[gpu], (rows, problem.h, problem.k))
+                run(gpu, self._y1[gpu], w_down, y2, (rows, problem.n, problem.h))
+
+    def _offset(self, gpu: int) -> int:
+        return self._rows[gpu].start * self._problem.n * BF16_BYTES
 
     def call(self, which: int = 0) -> None:
-        problem = self._problem
-        for gpu, (x, w_up, w_down) in enumerate(self._sets[which % len(self._sets)]):
-            rows = self._rows[gpu]
-            if not rows.width:
-                continue
-            offset = rows.start * problem.n * BF16_BYTES
-            y2 = self.y2[gpu] + offset
-            self._blas.gemm(gpu, x, w_up, self._y1[gpu], (rows.width, problem.h, problem.k))
-            self._blas.gemm(gpu, self._y1[gpu], w_down, y2, (rows.width, problem.n, problem.h))
+        self._products(self._blas.gemm, which)
+        for gpu, y2 in self.y2.items():
+            offset, stream = self._offset(gpu), self._gpus.streams[gpu]
+            nbytes = self._rows[gpu].width * self._problem.n * BF16_BYTES
             for peer, to in self.y2.items():
-                if peer != gpu:
-                    nbytes = rows.width * problem.n * BF16_BYTES
-                    self._gpus.copy(to + offset, y2, nbytes, self._gpus.streams[gpu])
+                if peer != gpu and nbytes:
+                    self._gpus.copy(to + offset, y2 + offset, nbytes, stream)
         self._joints.join()
 
     def check(self) -> None:
@@ -136,7 +114,7 @@ class _Joints:
 
     def __init__(self, gpus: Gpus, count: int) -> None:
         self._gpus = gpus
-        self._events = [_event(gpus, gpu) for gpu in range(count)]
+        self._events = [gpus.event(gpu) for gpu in range(count)]
 
     def join(self) -> None:
         """What is enqueued after this on any stream waits for what was enqueued on all."""
@@ -155,6 +133,8 @@ class _Joints:
 class _TensorParallel:
     """Megatron's split: rows of W_up, columns of W_down, and a sum of bf16 partials of Y2."""
 
+    kernel = None
+
     def __init__(
         self, baseline: Baseline, libraries: Libraries, arena: Arena, inputs: Inputs
     ) -> None:
@@ -168,91 +148,34 @@ class _TensorParallel:
             for g, part in enumerate(self._parts)
         ]
         widest = max(part.width for part in self._parts)
-        sets = cold_sets(gpus, widest * (problem.k + problem.n))
+        self.sets = cold_sets(gpus, widest * (problem.k + problem.n))
         down = Columns(0, problem.n)
         self._sets = [
             [
                 (inputs.x(g, i), inputs.w_up(g, part, i), inputs.w_down(g, down, i, part))
                 for g, part in enumerate(self._parts)
             ]
-            for i in range(sets)
+            for i in range(self.sets)
         ]
         elements = problem.m * problem.n
         y2 = list(self.y2.values())
         if baseline.method == "tp":
             self._partials = y2
-            nccl = libraries.nccl
+            nccl = libraries.nccl(baseline.nccl)
             self._reduce, self.check = lambda: nccl.enqueue(y2, elements), nccl.check
         else:
             self._partials = [inputs.y2(gpu) for gpu in everyone]
             two_shot = TwoShotReduce(gpus, arena, self._partials, y2, elements)
             self._reduce, self.check = two_shot.enqueue, two_shot.check
+        self._products(libraries.blas.tune, 0)
 
-    def call(self, which: int = 0) -> None:
+    def _products(self, run: Product, which: int) -> None:
         m, k, n = self._problem.m, self._problem.k, self._problem.n
-        for gpu, (x, w_up, w_down) in enumerate(self._sets[which % len(self._sets)]):
+        for gpu, (x, w_up, w_down) in enumerate(self._sets[which % self.sets]):
             width = self._parts[gpu].width
-            self._blas.gemm(gpu, x, w_up, self._y1[gpu], (m, width, k))
-            self._blas.gemm(gpu, self._y1[gpu], w_down, self._partials[gpu], (m, n, width))
-        self._reduce()
-
-
-class _MicroBatch:
-    """`up` on GPU 0, `down` on GPU 1, chunk by chunk; Y1 and Y2 travel by copy engine."""
-
-    def __init__(
-        self, baseline: Baseline, libraries: Libraries, arena: Arena, inputs: Inputs
-    ) -> None:
-        problem, gpus = inputs.problem, inputs.gpus
-        self._problem, self._gpus, self._blas = problem, gpus, libraries.blas
-        self._chunks = [
-            Columns(row, min(row + baseline.chunk, problem.m))
-            for row in range(0, problem.m, baseline.chunk)
-        ]
-        self.y2 = {gpu: inputs.y2(gpu) for gpu in range(2)}
-        self._y1 = [arena.alloc(gpu, problem.m * problem.h * BF16_BYTES) for gpu in range(2)]
-        up, down = Columns(0, problem.h), Columns(0, problem.n)
-        sets = cold_sets(gpus, min(problem.h * problem.k, problem.n * problem.h))
-        self._sets = [
-            (inputs.x(0, i), inputs.w_up(0, up, i), inputs.w_down(1, down, i)) for i in range(sets)
-        ]
-        self._copies = []
-        for gpu in range(2):
-            gpus.use(gpu)
-            self._copies.append(gpus.devices[gpu].create_stream())
-        self._done = [[_event(gpus, gpu) for _ in self._chunks] for gpu in range(2)]
-        self._sent = [[_event(gpus, gpu) for _ in self._chunks] for gpu in range(2)]
+            run(gpu, x, w_up, self._y1[gpu], (m, width, k))
+            run(gpu, self._y1[gpu], w_down, self._partials[gpu], (m, n, width))
 
     def call(self, which: int = 0) -> None:
-        problem = self._problem
-        x, w_up, w_down = self._sets[which % len(self._sets)]
-        for i, rows in enumerate(self._chunks):
-            y1 = [y + rows.start * problem.h * BF16_BYTES for y in self._y1]
-            y2 = [y + rows.start * problem.n * BF16_BYTES for y in self.y2.values()]
-            part = x + rows.start * problem.k * BF16_BYTES
-            self._blas.gemm(0, part, w_up, y1[0], (rows.width, problem.h, problem.k))
-            self._send(0, i, y1[1], y1[0], rows.width * problem.h)
-            self._gpus.use(1)
-            self._gpus.streams[1].wait(self._sent[0][i])
-            self._blas.gemm(1, y1[1], w_down, y2[1], (rows.width, problem.n, problem.h))
-            self._send(1, i, y2[0], y2[1], rows.width * problem.n)
-        for gpu in range(2):  # a call ends on GPU 0 when Y2 is there, on GPU 1 when it was sent
-            self._gpus.use(gpu)
-            self._gpus.streams[gpu].wait(self._sent[1][-1])
-
-    def _send(self, gpu: int, chunk: int, to: int, source: int, elements: int) -> None:
-        """Copy what GPU `gpu` computed last, on its copy stream."""
-        self._gpus.use(gpu)
-        copies, done = self._copies[gpu], self._done[gpu][chunk]
-        self._gpus.streams[gpu].record(done)
-        copies.wait(done)
-        self._gpus.copy(to, source, elements * BF16_BYTES, copies)
-        copies.record(self._sent[gpu][chunk])
-
-    def check(self) -> None:
-        """Nothing polls here."""
-
-
-def _event(gpus: Gpus, gpu: int) -> object:
-    gpus.use(gpu)
-    return gpus.devices[gpu].create_event(EventOptions(timing_enabled=False))
+        self._products(self._blas.gemm, which)
+        self._reduce()

@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ctatune import jit
-from ctatune.config import AnyConfig, Baseline
+from ctatune.config import OWN_KERNEL, AnyConfig, Baseline
 from ctatune.errors import CtatuneError, UsageError
 from ctatune.machine_model import DEFAULT_PLATFORM, load
 from ctatune.problem import Output, Problem, parse_shape
 from ctatune.records import PROTOCOL, Phase, Platform, Prediction, Regime
 from ctatune.rows import PredictionRow, Row
 from ctatune.seed import shipped
-from ctatune.space import default_config, why_invalid
+from ctatune.space import answers, default_config, why_invalid
 from ctatune.store import Store, default_path
 
 Source = Literal["measured", "simulated", "predicted"]
 
 PLATFORM_COLUMNS = ("link", "sm_count", "power_limit_w", "driver", "cuda")  # move a latency too
 # Our kernel first: its result is bit for bit that of one GPU, and a call is one launch a GPU.
-TIE_ORDER = ("cta", "tp", "tp_twoshot", "microbatch", "single")
+TIE_ORDER = ("cta", "tp", "tp_twoshot", "microbatch", "microbatch_cta", "single")
 
 
 class NoAnswer(CtatuneError):  # noqa: N818
@@ -152,7 +152,7 @@ def _differences(row: Row, wanted: dict[str, Any]) -> list[str]:
     regime = row.measurement.regime
     have = _wanted(row.problem, _identity(row.platform))
     have |= {"regime": f"{regime.load}/{regime.cache}", "protocol": row.protocol}
-    if row.config.method == "cta":
+    if row.config.method in OWN_KERNEL:
         have["kernel_hash"] = row.kernel_hash
     unequal = [name for name in wanted if have[name] != wanted[name]]
     return [f"{name} differs (row {have[name]}, now {wanted[name]})" for name in unequal]
@@ -179,12 +179,8 @@ def _is_timed(row: Row) -> bool:
 
 
 def _may_serve(row: Row) -> bool:
-    """Whether a row of the right identity is an answer: well timed, and Y2 lies as asked.
-
-    `single` leaves Y2 on one GPU, and `rowsplit` copies weights, which nobody allowed.
-    """
-    single = row.config.method == "single" and row.problem.gpus > 1
-    return _is_timed(row) and not single and row.config.method != "rowsplit"
+    """Whether a row of the right identity is an answer: well timed, and Y2 lies as asked."""
+    return _is_timed(row) and answers(row.config, row.problem.gpus)
 
 
 def _latency_us(row: Row) -> float:
@@ -231,9 +227,9 @@ def _measured(
 def _winner(able: Sequence[Row]) -> tuple[Row, list[str]]:
     """The fastest row, or of finals that tie with it the first method of TIE_ORDER; and who ties.
 
-    A tie: the 95 % interval of the ratio over the interleaved rounds holds 1.
+    What a tie is says `stats.verdict`, of the ratio over the interleaved rounds.
     """
-    from ctatune.stats import ratio_interval  # late: imports NumPy
+    from ctatune.stats import ratio_interval, verdict  # late: imports NumPy
 
     fastest = min(able, key=_latency_us)
     equal = [fastest]
@@ -241,8 +237,7 @@ def _winner(able: Sequence[Row]) -> tuple[Row, list[str]]:
         ours, best_of_all = (r.measurement.samples_us for r in (row, fastest))
         if row is fastest or row.measurement.phase != "final" or len(ours) != len(best_of_all):
             continue
-        _, low, high = ratio_interval(ours, best_of_all)
-        if low <= 1.0 <= high:
+        if verdict(*ratio_interval(ours, best_of_all)) == "tie":
             equal.append(row)
     won = min(equal, key=lambda row: (TIE_ORDER.index(row.config.method), _latency_us(row)))
     others = {str(row.config) for row in equal if row.config.method != won.config.method}

@@ -19,6 +19,7 @@ import click
 
 from ctatune import __version__
 from ctatune.errors import CtatuneError, UsageError
+from ctatune.presets import PRESETS
 from ctatune.problem import ACTIVATIONS, DTYPES, OUTPUTS, Problem, parse_shape
 
 FAILED, WRONG_USAGE, NO_ANSWER, INTERRUPTED = 1, 2, 3, 130
@@ -172,7 +173,10 @@ def best(
 
 
 @main.command()
-@_shape_option
+@click.option("--shape", "shapes", multiple=True, help="MxKxHxN, or MxKxH for N = K.")
+@click.option(
+    "--preset", "presets", type=click.Choice(list(PRESETS)), multiple=True, help="Named shapes."
+)
 @click.option("--trials", type=click.IntRange(1), default=16, show_default=True, help=_TRIALS_HELP)
 @click.option("--stored", is_flag=True, help="Measure nothing: show the newest stored race.")
 @click.option(
@@ -182,6 +186,7 @@ def best(
 @_common_options
 def bench(
     shapes: tuple[str, ...],
+    presets: tuple[str, ...],
     trials: int,
     stored: bool,
     plot_path: Path | None,
@@ -195,7 +200,10 @@ def bench(
     from ctatune.choice import stored_rows
     from ctatune.progress import Progress
 
-    problems = [_problem(shape, problem_fields) for shape in shapes]
+    named = [shape for preset in presets for shape in PRESETS[preset]]
+    if not (shapes or named):
+        raise UsageError("nothing to race: give --shape or --preset")
+    problems = list(dict.fromkeys(_problem(shape, problem_fields) for shape in (*shapes, *named)))
     if not stored:
         with session.open_session(problems[0].gpus, db, platform, _command()) as opened:
             if opened.simulates:
@@ -203,17 +211,19 @@ def bench(
             for problem in problems:
                 with Progress(problem) as progress:
                     opened.search(problem, progress.show, trials=trials, race=True)
-    races = {
-        problem: race.compare(race.newest(stored_rows(problem, db, platform)))
-        for problem in problems
-    }
+    rows = {problem: stored_rows(problem, db, platform) for problem in problems}
+    races = {problem: race.compare(race.newest(rows[problem])) for problem in problems}
     if plot_path:
         race.plot(races, plot_path)
     if as_json:
         documents = {problem.shape: race.document(lines) for problem, lines in races.items()}
         click.echo(json.dumps(documents, indent=2))
     else:
-        click.echo("\n".join(race.markdown(*item) for item in races.items()), nl=False)
+        texts = [
+            race.markdown(problem, race.shown(lines)) + race.control_line(rows[problem], lines)
+            for problem, lines in races.items()
+        ]
+        click.echo("\n".join(texts), nl=False)
     if not any(races.values()):
         sys.exit(NO_ANSWER)
 

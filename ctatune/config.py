@@ -11,7 +11,9 @@ from typing import Literal, get_args
 from ctatune.errors import UsageError
 
 DownAxis = Literal["n", "h"]
-BaselineMethod = Literal["single", "tp", "tp_twoshot", "microbatch", "rowsplit"]
+BaselineMethod = Literal["single", "tp", "tp_twoshot", "microbatch", "microbatch_cta", "rowsplit"]
+OWN_KERNEL = ("cta", "microbatch_cta")  # methods whose rows belong to one version of our kernel
+NCCL_ALGORITHMS, NCCL_PROTOCOLS = ("ring", "tree"), ("ll", "ll128", "simple")
 MAX_PACE_US = 1000.0
 
 
@@ -106,29 +108,47 @@ class Config:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """A way to run the problem without our kernel.
+    """A way to run the problem other than CTA-pipelined.
 
     `single`: cuBLAS on one GPU. `tp`: columns and rows of the weights over all GPUs, cuBLAS and an
     all-reduce by NCCL. `tp_twoshot`: the same with our reduction over peer memory. `microbatch`:
     `up` on one GPU, `down` on another, `chunk` rows at a time by cuBLAS and copy engines.
-    `rowsplit`: rows over GPUs, each with a copy of all weights.
+    `microbatch_cta`: the same with our kernel as the GEMM. `rowsplit`: rows over GPUs, each with a
+    copy of all weights.
+
+    `nccl` is the algorithm and protocol that NCCL is held to, such as "ring/ll128"; "" leaves the
+    choice to it. `graph`: a GPU's part of a call is replayed as a CUDA graph.
     """
 
     method: BaselineMethod = "single"
     chunk: int = 0
+    nccl: str = ""
+    graph: bool = False
 
     def __post_init__(self) -> None:
         if self.method not in get_args(BaselineMethod):
             raise UsageError(f"no such method: {self.method!r}")
-        if (self.chunk > 0) != (self.method == "microbatch"):
+        if (self.chunk > 0) != (self.method in ("microbatch", "microbatch_cta")):
             raise UsageError(f"chunk belongs to microbatch, got {self.chunk} for {self.method}")
+        if self.nccl and self.method != "tp":
+            raise UsageError(f"nccl belongs to tp, got {self.nccl!r} for {self.method}")
+        algorithm, _, protocol = self.nccl.partition("/")
+        if self.nccl and (algorithm not in NCCL_ALGORITHMS or protocol not in NCCL_PROTOCOLS):
+            raise UsageError(f"nccl is an algorithm/protocol such as ring/ll, got {self.nccl!r}")
+        if self.graph and self.method not in ("single", "tp", "tp_twoshot"):
+            raise UsageError(f"graph belongs to single, tp and tp_twoshot, got {self.method}")
 
     def canonical(self) -> str:
         """The baseline as JSON with sorted keys and no spaces, without fields that are default."""
         return _canonical(self)
 
     def __str__(self) -> str:
-        return f"{self.method} chunk {self.chunk}" if self.chunk else self.method
+        return (
+            self.method
+            + (f" chunk {self.chunk}" if self.chunk else "")
+            + (f" nccl {self.nccl}" if self.nccl else "")
+            + (" graph" if self.graph else "")
+        )
 
 
 AnyConfig = Config | Baseline

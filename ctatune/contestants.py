@@ -9,6 +9,7 @@ from ctatune import baselines
 from ctatune.config import AnyConfig, Config
 from ctatune.gpus import Arena, Gpus
 from ctatune.launch import Mlp
+from ctatune.methods import Libraries
 from ctatune.operands import Inputs, cold_sets, elements_read, place
 from ctatune.problem import Problem
 from ctatune.records import KernelBuild
@@ -34,7 +35,7 @@ class Contestants:
 
     def __init__(self, gpus: Gpus) -> None:
         self._gpus = gpus
-        self._libraries = baselines.Libraries(gpus)
+        self._libraries = Libraries(gpus)
 
     def prepare(
         self,
@@ -58,7 +59,7 @@ class Contestants:
             poison=lambda: None,
             y2=method.y2,
             where=[(gpu, whole) for gpu in method.y2],
-            kernel=None,
+            kernel=method.kernel,
         )
 
     def _cta(self, arena: Arena, inputs: Inputs, config: Config, *, skip_wait: bool) -> Contestant:

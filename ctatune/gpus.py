@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from cuda.bindings import driver
-from cuda.core import Device, LaunchConfig, ObjectCode, launch
+from cuda.core import Device, EventOptions, LaunchConfig, ObjectCode, launch
 from numpy.typing import NDArray
 
 from ctatune import jit
@@ -55,6 +55,7 @@ class Arena:
     def __init__(self, gpus: Gpus) -> None:
         self._gpus = gpus
         self._held: list[tuple[int, int]] = []
+        self._closing: list[Callable[[], None]] = []
 
     def alloc(self, gpu: int, nbytes: int) -> int:
         """`nbytes` of uninitialised memory on `gpu` (at least 256-byte aligned)."""
@@ -77,8 +78,14 @@ class Arena:
             check(driver.cuMemcpyHtoD(pointer, array.ctypes.data, array.nbytes))
         return pointer
 
+    def on_close(self, action: Callable[[], None]) -> None:
+        """Run `action` before anything is freed."""
+        self._closing.append(action)
+
     def close(self) -> None:
         """Free everything. Call only when no kernel that uses it is in flight."""
+        while self._closing:
+            self._closing.pop()()
         for gpu, pointer in self._held:
             self._gpus.use(gpu)
             check(driver.cuMemFree(pointer))
@@ -151,6 +158,11 @@ class Gpus:
         self.use(gpu)
         config = LaunchConfig(grid=grid, block=block)
         launch(self.streams[gpu], config, self._support[name], *args)
+
+    def event(self, gpu: int, *, timed: bool = False) -> Any:
+        """A new event on `gpu`."""
+        self.use(gpu)
+        return self.devices[gpu].create_event(EventOptions(timing_enabled=timed))
 
     def copy(self, to: int, source: int, nbytes: int, stream: Any) -> None:
         """Enqueue a copy between any two GPUs by a copy engine."""

@@ -22,16 +22,16 @@ from ctatune.problem import Problem
 from ctatune.records import Measurement, Outcome, Phase, Platform, Verification
 from ctatune.schedule import build
 from ctatune.space import why_invalid
-from ctatune.stats import median_interval
+from ctatune.stats import APART, median_interval
 from ctatune.telemetry import Telemetry
-from ctatune.timing import Chain, Timer
+from ctatune.timing import LOAD_SECONDS, Chain, Timer
 from ctatune.verify import Reference, verify
 
 SCREEN_ROUNDS = 5
 MIN_ROUNDS, MAX_ROUNDS, FINAL_SECONDS = 12, 60, 20.0
 TIE = 0.005  # half-width of the interval of the log-ratio at which two methods are told apart
-APART = 0.01
-RELOAD_SECONDS = 0.1  # of load before each round of a final, so that clocks stay settled
+SCREEN_LOAD_SECONDS = 0.3  # the GPUs are warm from the trial before; a final loads longer
+RELOAD_SECONDS = 0.05  # of load before each round of a final, so that clocks stay settled
 BURST = (4, 3, 2, 1, 0)  # operand sets of calls in flight together; the last one is compared
 
 
@@ -42,6 +42,8 @@ class Bench:
         self.gpus = Gpus(gpus)
         self._telemetry = Telemetry([device.uuid for device in self.gpus.devices])
         self._contestants = Contestants(self.gpus)
+        self._reference_arena = Arena(self.gpus)
+        self._reference: Reference | None = None
 
     def platform(self) -> Platform:
         """The identity of this machine."""
@@ -59,6 +61,18 @@ class Bench:
         except PipelineTimeoutError as error:
             return Measurement(outcome="timeout", phase=phase, detail=str(error))
 
+    def _reference_of(self, problem: Problem, seed: int) -> Reference:
+        """The reference of a problem and seed: kept until another one is asked for.
+
+        It takes seconds at many tokens, and all trials of a search share one.
+        """
+        kept = self._reference
+        if kept is None or (kept.problem, kept.seed) != (problem, seed):
+            self._reference = None
+            self._reference_arena.close()
+            kept = self._reference = Reference(self.gpus, self._reference_arena, problem, seed)
+        return kept
+
     def _why_not(self, problem: Problem, config: AnyConfig) -> str | None:
         if isinstance(config, Config):
             return why_invalid(config, problem, sm_count=self.gpus.sm_count)
@@ -68,14 +82,15 @@ class Bench:
         if reason := self._why_not(problem, config):
             return Measurement(outcome="invalid", detail=reason)
         with self.gpus.arena() as arena:
+            reference = self._reference_of(problem, seed)
             contestant = self._contestants.prepare(arena, problem, config, seed)
-            prover = _Prover(self.gpus, arena, problem, contestant, seed)
+            prover = _Prover(self.gpus, arena, reference, contestant)
             proof = prover.prove()
             if not proof.passed:
                 return _wrong(contestant, proof, "screen")
             timer = Timer(self.gpus, arena)
             calls = timer.calls_for(contestant.call)
-            timer.load(contestant.call, calls)
+            timer.load(contestant.call, calls, SCREEN_LOAD_SECONDS)
             before = self._telemetry.read()
             rounds = [timer.chain(contestant.call, calls) for _ in range(SCREEN_ROUNDS)]
             after = self._telemetry.read()
@@ -91,8 +106,10 @@ class Bench:
     ) -> list[Measurement]:
         """Time configs against each other, interleaved in random order, until told apart.
 
-        Every config is verified anew. A config that fails takes no part; its row says why.
+        Every config is verified anew. A config that fails takes no part; its row says why. One
+        that is listed twice runs twice, each time with its own memory (A/A control).
         """
+        reference = self._reference_of(problem, seed)
         with self.gpus.arena() as arena:
             field: dict[int, tuple[Contestant, Verification]] = {}
             results: dict[int, Measurement] = {}
@@ -100,7 +117,7 @@ class Bench:
             def enter(i: int, config: AnyConfig) -> Measurement:
                 contestant = self._contestants.prepare(arena, problem, config, seed)
                 with self.gpus.arena() as own:
-                    proof = _Prover(self.gpus, own, problem, contestant, seed).prove()
+                    proof = _Prover(self.gpus, own, reference, contestant).prove()
                 if proof.passed:
                     field[i] = (contestant, proof)
                 return _wrong(contestant, proof, "final")
@@ -110,30 +127,29 @@ class Bench:
             if field:
                 before = self._telemetry.read()
                 timer = Timer(self.gpus, arena)
-                rounds = self._race(timer, {i: c for i, (c, _) in field.items()}, seed)
+                loads = {i: _Load(timer, self._telemetry, c) for i, (c, _) in field.items()}
+                rounds = self._race(timer, loads, seed)
                 state = self._telemetry.state(before, self._telemetry.read())
                 for i, (contestant, proof) in field.items():
                     contestant.check()
-                    results[i] = _timed(contestant, proof, "final", rounds[i], state)
+                    own = state | loads[i].state()
+                    results[i] = _timed(contestant, proof, "final", rounds[i], own)
         return [results[i] for i in range(len(configs))]
 
-    def _race(
-        self, timer: Timer, field: dict[int, Contestant], seed: int
-    ) -> dict[int, list[Chain]]:
+    def _race(self, timer: Timer, field: dict[int, _Load], seed: int) -> dict[int, list[Chain]]:
         """Rounds of all in random order, until all are told from the best, or late.
 
         A round in which a GPU was slowed down or shared does not count.
         """
         order = np.random.default_rng(seed)
-        calls = {i: timer.calls_for(c.call) for i, c in field.items()}
         rounds: dict[int, list[Chain]] = {i: [] for i in field}
-        for i, contestant in field.items():
-            timer.load(contestant.call, calls[i])
+        for load in field.values():
+            load.run(LOAD_SECONDS)
         end = time.monotonic() + FINAL_SECONDS
         for played in range(1, MAX_ROUNDS + 1):
             for i in order.permutation(list(field)):
-                timer.load(field[i].call, calls[i], RELOAD_SECONDS)
-                rounds[i].append(timer.chain(field[i].call, calls[i]))
+                field[i].run(RELOAD_SECONDS)
+                rounds[i].append(timer.chain(field[i].call, field[i].calls))
             if self._telemetry.marks(self._telemetry.read()) and played > 1:
                 for chains in rounds.values():
                     chains.pop()
@@ -146,23 +162,52 @@ class Bench:
 
         With `skip_wait` as the negative control, which must not.
         """
+        reference = self._reference_of(problem, 1)
         with self.gpus.arena() as arena:
             contestant = self._contestants.prepare(arena, problem, config, 1, skip_wait=skip_wait)
-            prover = _Prover(self.gpus, arena, problem, contestant, 1)
+            prover = _Prover(self.gpus, arena, reference, contestant)
             return prover.prove().passed and prover.prove_in_flight().passed
 
 
+class _Load:
+    """Loads the GPUs with one contestant of a race, and counts what a call of it takes."""
+
+    def __init__(self, timer: Timer, telemetry: Telemetry, contestant: Contestant) -> None:
+        self._timer, self._telemetry = timer, telemetry
+        self.call = contestant.call
+        self.calls = timer.calls_for(contestant.call)
+        self._made, self._energy_j = 0, 0.0
+
+    def run(self, seconds: float) -> None:
+        """Load for `seconds`; streams are idle before and after."""
+        before = self._telemetry.energy_j()
+        self._made += self._timer.load(self.call, self.calls, seconds)
+        after = self._telemetry.energy_j()
+        if before is None or after is None:
+            self._energy_j = math.nan
+        else:
+            self._energy_j += after - before
+
+    def state(self) -> dict[str, object]:
+        """`energy_j`: joules a call of all GPUs held; nothing where NVML does not count them."""
+        if not self._made or math.isnan(self._energy_j):
+            return {}
+        return {"energy_j": self._energy_j / self._made}
+
+
 class _Prover:
-    """Compares one contestant's Y2 with the reference of the same inputs."""
+    """Compares one contestant's Y2 with the reference of the same inputs.
+
+    `arena` holds what is compared bit for bit; it must live as long as this.
+    """
 
     def __init__(
-        self, gpus: Gpus, arena: Arena, problem: Problem, contestant: Contestant, seed: int
+        self, gpus: Gpus, arena: Arena, reference: Reference, contestant: Contestant
     ) -> None:
-        self._gpus, self._contestant = gpus, contestant
-        self._reference = Reference(gpus, arena, problem, seed)
+        self._gpus, self._contestant, self._reference = gpus, contestant, reference
         config = contestant.config
         ours = isinstance(config, Config)
-        self._bits = self._reference.one_gpu(build(problem, config)) if ours else 0
+        self._bits = reference.one_gpu(arena, build(reference.problem, config)) if ours else 0
 
     def prove(self) -> Verification:
         """Two calls one after the other, one for each parity of Y1, which is poisoned before."""

@@ -9,18 +9,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ctatune.config import AnyConfig
 from ctatune.errors import DeviceError
 from ctatune.problem import Problem
 from ctatune.rows import Row
-from ctatune.stats import ratio_interval
+from ctatune.stats import Verdict, ratio_interval, verdict
 
-HEAD = ("method", "us", "95 % interval", "to best baseline", "of ideal")
+HEAD = ("method", "us", "95 % interval", "to best baseline", "of ideal", "J")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
     """One contestant. `ratio` is the median over rounds of its latency over the best baseline's,
-    with its interval; `ideal` is `single` / GPUs / latency."""
+    with its interval; `ideal` is `single` / GPUs / latency; `energy_j` is joules a call of all
+    GPUs under load, None where they were not counted."""
 
     row: Row
     latency_us: float
@@ -28,11 +30,30 @@ class Line:
     ratio: float
     ratio_interval: tuple[float, float]
     ideal: float | None
+    energy_j: float | None
 
     @property
     def tie(self) -> bool:
-        """Whether the interval of the ratio to the best baseline holds 1."""
-        return self.ratio_interval[0] <= 1.0 <= self.ratio_interval[1]
+        """Whether it cannot be told from the best baseline."""
+        return verdict(self.ratio, *self.ratio_interval) == "tie"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """A config that ran twice in one race (A/A): its second latency over its first."""
+
+    config: AnyConfig
+    ratio: float
+    ratio_interval: tuple[float, float]
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the product says of the pair; anything but a tie is false."""
+        return verdict(self.ratio, *self.ratio_interval)
+
+    def __str__(self) -> str:
+        low, high = self.ratio_interval
+        return f"{self.config} {self.ratio:.3f} ({low:.3f} .. {high:.3f}), {self.verdict}"
 
 
 def newest(rows: Sequence[Row]) -> list[Row]:
@@ -41,6 +62,23 @@ def newest(rows: Sequence[Row]) -> list[Row]:
     full = [r for r in good if r.config.method not in ("cta", "single")] or good
     newest_run = max((r.run for r in full), key=lambda run: (run.utc, run.id), default=None)
     return [r for r in good if r.run == newest_run]
+
+
+def controls(rows: Sequence[Row]) -> list[Control]:
+    """The A/A pairs among the rows, in their order: each control with the final that it repeats."""
+    pairs: list[Control] = []
+    finals: dict[tuple[str, ...], tuple[float, ...]] = {}
+    for row in rows:
+        key = (row.run.utc, str(row.run.id), str(row.problem), row.config.canonical())
+        again, phase = row.measurement.samples_us, row.measurement.phase
+        if row.measurement.outcome != "ok":
+            continue
+        if phase == "final":
+            finals[key] = again
+        elif phase == "control" and len(first := finals.get(key, ())) == len(again):
+            ratio, low, high = ratio_interval(again, first)
+            pairs.append(Control(config=row.config, ratio=ratio, ratio_interval=(low, high)))
+    return pairs
 
 
 def compare(rows: Sequence[Row]) -> list[Line]:
@@ -69,7 +107,13 @@ def _line(row: Row, best: Row, single: Row | None) -> Line:
         ratio=ratio,
         ratio_interval=(low, high),
         ideal=ideal,
+        energy_j=_energy_j(row),
     )
+
+
+def _energy_j(row: Row) -> float | None:
+    found = row.measurement.gpu_state.get("energy_j")
+    return float(found) if isinstance(found, int | float) else None
 
 
 def cells(line: Line) -> tuple[str, ...]:
@@ -77,7 +121,9 @@ def cells(line: Line) -> tuple[str, ...]:
     low, high = line.interval_us
     ratio = f"{line.ratio:.3f}" + (" (tie)" if line.tie and line.ratio != 1.0 else "")
     ideal = "" if line.ideal is None else f"{line.ideal:.0%}"
-    return str(line.row.config), f"{line.latency_us:.1f}", f"{low:.1f} .. {high:.1f}", ratio, ideal
+    energy = "" if line.energy_j is None else f"{line.energy_j:.3g}"
+    latency, interval = f"{line.latency_us:.1f}", f"{low:.1f} .. {high:.1f}"
+    return str(line.row.config), latency, interval, ratio, ideal, energy
 
 
 def markdown(problem: Problem, lines: Sequence[Line]) -> str:
@@ -87,8 +133,28 @@ def markdown(problem: Problem, lines: Sequence[Line]) -> str:
     run, rounds = lines[0].row.run, len(lines[0].row.measurement.samples_us)
     about = f"{problem.shape}, {problem.output}, {problem.gpus} x {run.platform.gpu}"
     table = [HEAD, tuple("---" for _ in HEAD), *map(cells, lines)]
+    if all(line.energy_j is None for line in lines):  # races before energy was counted
+        table = [row[:-1] for row in table]
     text = "\n".join("| " + " | ".join(row) + " |" for row in table)
     return f"{about} ({run.utc[:10]}, {rounds} interleaved rounds, `{run.command}`):\n\n{text}\n"
+
+
+def shown(lines: Sequence[Line]) -> list[Line]:
+    """The lines that a person reads: all of our kernel, and the fastest of every other method."""
+    seen: set[str] = set()
+    kept = []
+    for line in sorted(lines, key=lambda line: line.latency_us):
+        method = line.row.config.method
+        if method == "cta" or method not in seen:
+            kept.append(line)
+        seen.add(method)
+    return kept
+
+
+def control_line(rows: Sequence[Row], lines: Sequence[Line]) -> str:
+    """The A/A pairs of the race with these lines as one line of text; empty without any."""
+    pairs = controls([row for row in rows if lines and row.run == lines[0].row.run])
+    return f"\nA/A control: {'; '.join(map(str, pairs))}\n" if pairs else ""
 
 
 def document(lines: Sequence[Line]) -> list[dict[str, object]]:
@@ -102,6 +168,7 @@ def document(lines: Sequence[Line]) -> list[dict[str, object]]:
             "ratio_to_best_baseline": line.ratio,
             "ratio_interval": line.ratio_interval,
             "share_of_ideal": line.ideal,
+            "energy_j": line.energy_j,
         }
         for line in lines
     ]
@@ -110,24 +177,46 @@ def document(lines: Sequence[Line]) -> list[dict[str, object]]:
 def plot(races: dict[Problem, list[Line]], path: Path) -> None:
     """Latency over ideal (`single` / GPUs) by tokens, a curve a method, as an image.
 
+    Each size of the weights has its own axes.
+
     Raises: DeviceError without matplotlib (extra `plots`).
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise DeviceError("matplotlib is not installed (extra `plots`)") from error
-    curves: dict[str, dict[int, float]] = {}
-    for problem, lines in races.items():
-        for line in reversed(lines):  # the fastest of a method comes last and stays
-            if line.ideal:
-                curves.setdefault(line.row.config.method, {})[problem.m] = 1 / line.ideal
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for method, by_m in sorted(curves.items()):
-        axes.plot(sorted(by_m), [by_m[m] for m in sorted(by_m)], marker="o", label=method)
-    tokens = sorted({problem.m for problem in races})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(tokens, labels=map(str, tokens))
-    axes.set(xlabel="tokens", ylabel="latency / (single / GPUs)")
-    axes.legend()
+    sizes = sorted({_weights(problem) for problem in races}) or [(0, 0, 0)]
+    figure = Figure(figsize=(7 * len(sizes), 4), layout="constrained")
+    methods = sorted({line.row.config.method for lines in races.values() for line in lines})
+    colours = {method: f"C{i}" for i, method in enumerate(methods)}
+    all_axes = figure.subplots(1, len(sizes), squeeze=False)[0]
+    for axes, size in zip(all_axes, sizes, strict=True):
+        ours = {problem: lines for problem, lines in races.items() if _weights(problem) == size}
+        for method, by_m in sorted(curves(ours).items()):
+            values = [by_m[m] for m in sorted(by_m)]
+            axes.plot(sorted(by_m), values, marker="o", label=method, color=colours[method])
+        tokens = sorted({problem.m for problem in ours})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(tokens, labels=map(str, tokens))
+        axes.set(
+            xlabel="tokens",
+            ylabel="latency / (single / GPUs)",
+            title="k {} h {} n {}".format(*size),
+        )
+        if axes.lines:
+            axes.legend()
     figure.savefig(path)
+
+
+def _weights(problem: Problem) -> tuple[int, int, int]:
+    return problem.k, problem.h, problem.n
+
+
+def curves(races: dict[Problem, list[Line]]) -> dict[str, dict[int, float]]:
+    """Latency over ideal of the fastest of each method, by tokens."""
+    found: dict[str, dict[int, float]] = {}
+    for problem, lines in races.items():
+        for line in shown(lines)[::-1]:  # the fastest of a method comes last and stays
+            if line.ideal:
+                found.setdefault(line.row.config.method, {})[problem.m] = 1 / line.ideal
+    return found

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Outcome = Literal["ok", "invalid", "compile_error", "launch_error", "wrong", "timeout", "throttled"]
-Phase = Literal["screen", "final"]
+Phase = Literal["screen", "final", "control"]  # control: the second entry of one in a final
 PROTOCOL = 1  # version of the measurement protocol; a change makes older rows incomparable
 
 RELATIVE_LIMIT = 4e-3  # bf16 rounding of Y2 alone is 1.7e-3 of its norm

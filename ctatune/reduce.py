@@ -6,40 +6,73 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
+from ctatune.errors import DeviceError
 from ctatune.gpus import LINE_BYTES, Arena, Gpus
 from ctatune.launch import ERROR, POLL_TIMEOUT_NS, raise_poll_error
 from ctatune.problem import MAX_GPUS
 
 _BLOCKS, _THREADS = 64, 512  # 340 GB/s of peer traffic need 16 CTAs (DESIGN 4)
-_NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0"}
+# NCCL keeps these from its first communicator on. Captured buffers are not registered: NCCL would
+# forget them only after they are freed, and the small messages that graphs are for gain nothing.
+_ALWAYS = {"NCCL_NVLS_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0"}
+_SPELLED = {"ring": "Ring", "tree": "Tree", "ll": "LL", "ll128": "LL128", "simple": "Simple"}
 
 
 class NcclAllReduce:
-    """All-reduce in place by NCCL, one process for all GPUs. Multicast stays off."""
+    """All-reduce in place by NCCL, one process for all GPUs. Multicast stays off.
 
-    def __init__(self, gpus: Gpus) -> None:
-        os.environ.update(_NO_MULTICAST)
+    `choice` holds it to an algorithm and a protocol, such as "ring/ll"; "" leaves both to NCCL.
+    """
+
+    def __init__(self, gpus: Gpus, choice: str = "") -> None:
+        os.environ.update(_ALWAYS)
         from nccl.bindings import nccl
 
         self._nccl, self._gpus = nccl, gpus
-        self._comms = nccl.comm_init_all(len(gpus), list(range(len(gpus))))
+        try:
+            with held_to(choice):
+                self._comms = nccl.comm_init_all(len(gpus), list(range(len(gpus))))
+        except nccl.NCCLError as error:
+            raise DeviceError(
+                f"NCCL cannot start ({choice or 'its own choice'}): {error}"
+            ) from error
 
     def enqueue(self, buffers: Sequence[int], elements: int) -> None:
         """Sum `elements` bf16 over GPUs, in place."""
         nccl = self._nccl
         bf16, add = int(nccl.DataType.Bfloat16), int(nccl.RedOp.Sum)
-        nccl.group_start()
-        for gpu, buffer in enumerate(buffers):
-            stream = int(self._gpus.streams[gpu].handle)
-            nccl.all_reduce(buffer, buffer, elements, bf16, add, self._comms[gpu], stream)
-        nccl.group_end()
+        try:
+            nccl.group_start()
+            for gpu, buffer in enumerate(buffers):
+                stream = int(self._gpus.streams[gpu].handle)
+                nccl.all_reduce(buffer, buffer, elements, bf16, add, self._comms[gpu], stream)
+            nccl.group_end()
+        except nccl.NCCLError as error:
+            raise DeviceError(f"NCCL failed: {error}") from error
 
     def check(self) -> None:
         """NCCL waits for itself."""
+
+
+@contextmanager
+def held_to(choice: str) -> Iterator[None]:
+    """Communicators made inside use this algorithm/protocol: NCCL reads both when it makes one."""
+    algorithm, _, protocol = choice.partition("/")
+    names = {"NCCL_ALGO": algorithm, "NCCL_PROTO": protocol}
+    before = {name: os.environ.pop(name, None) for name in names}
+    os.environ.update({name: _SPELLED[value] for name, value in names.items() if value})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 _TWO_SHOT = np.dtype(

@@ -1,7 +1,8 @@
 """Looks for the fastest config: by measuring on GPUs, or by the simulator where there are none.
 
 Order: the baselines, the default and a pure pipeline, the best of a first estimate (one of each
-family), then what Optuna asks for; at last the finalists against each other, interleaved.
+family), then what Optuna asks for; at last the finalists against each other, interleaved, two of
+them twice (A/A control).
 Each trial is stored before the next one starts, and what is stored is not tried again.
 """
 
@@ -18,7 +19,7 @@ from typing import Protocol
 
 from ctatune import latency, records, space
 from ctatune.computed import rank
-from ctatune.config import AnyConfig, Config
+from ctatune.config import AnyConfig, Baseline, Config
 from ctatune.jit import kernel_hash
 from ctatune.machine_model import MachineModel
 from ctatune.problem import Problem
@@ -68,8 +69,8 @@ class Judge(Protocol):
         """Latency of one config, or None and the reason."""
         ...
 
-    def finals(self, configs: Sequence[AnyConfig]) -> None:
-        """Compare the finalists with each other."""
+    def finals(self, configs: Sequence[AnyConfig], controls: Sequence[AnyConfig]) -> None:
+        """Compare the finalists with each other; `controls` are those that run twice (A/A)."""
         ...
 
 
@@ -82,13 +83,14 @@ class Hardware:
         self._problem, self._store, self._run_id = problem, store, run_id
         self._worker = worker
         self._machine = machine
-        self._seeds = random.SystemRandom()
+        # One seed a search: all its trials are compared with one reference (measure.Bench).
+        self._seed = random.SystemRandom().randrange(1 << 30)
 
     def known(self) -> dict[str, float | None]:
         found: dict[str, float | None] = {}
         bad_luck: Counter[str] = Counter()
         for row in self._rows():
-            if row.measurement.phase == "final":
+            if row.measurement.phase != "screen":
                 continue
             key, outcome = row.config.canonical(), row.measurement.outcome
             bad_luck[key] += outcome in RETRYABLE
@@ -98,7 +100,7 @@ class Hardware:
 
     def raced(self) -> bool:
         ours = [row.measurement.phase for row in self._rows() if row.config.method == "cta"]
-        return ours[-1:] == ["final"]
+        return ours[-1:] in (["final"], ["control"])
 
     def _rows(self) -> list[Row]:
         rows = self._store.measurements(
@@ -112,14 +114,16 @@ class Hardware:
         ]
 
     def trial(self, config: AnyConfig) -> tuple[float | None, str]:
-        measured = self._worker.trial(self._problem, config, self._seeds.randrange(1 << 30))
+        measured = self._worker.trial(self._problem, config, self._seed)
         measured = self._keep(config, measured)
         return (measured.latency_us if measured.outcome == "ok" else None), measured.detail
 
-    def finals(self, configs: Sequence[AnyConfig]) -> None:
-        rows = self._worker.finals(self._problem, configs, self._seeds.randrange(1 << 30))
-        for config, measured in zip(configs, rows, strict=True):
-            self._keep(config, measured)
+    def finals(self, configs: Sequence[AnyConfig], controls: Sequence[AnyConfig]) -> None:
+        entries = [*configs, *controls]
+        rows = self._worker.finals(self._problem, entries, self._seed)
+        for i, (config, measured) in enumerate(zip(entries, rows, strict=True)):
+            second = i >= len(configs)
+            self._keep(config, replace(measured, phase="control") if second else measured)
 
     def _keep(self, config: AnyConfig, measured: Measurement) -> Measurement:
         gpus = 1 if config.method == "single" else self._problem.gpus
@@ -152,14 +156,14 @@ class Simulated:
     def trial(self, config: AnyConfig) -> tuple[float | None, str]:
         if isinstance(config, Config):
             predicted = simulate(self._problem, config, self._machine)
-        elif config.method == "single":
+        elif config == Baseline(method="single"):
             predicted = latency.single_us(self._problem, self._machine)
         else:
             return None, "it has no model yet"
         self._store.add_prediction(self._run_id, self._problem, config, predicted)
         return predicted.latency_us, ""
 
-    def finals(self, configs: Sequence[AnyConfig]) -> None:
+    def finals(self, configs: Sequence[AnyConfig], controls: Sequence[AnyConfig]) -> None:
         """Nothing to compare: see `raced`."""
 
 
@@ -217,7 +221,7 @@ def search(
         )
     finalists = _finalists(problem, ranked, known)
     if finalists and (made or race or not judge.raced()):
-        judge.finals(finalists)
+        judge.finals(finalists, _controls(problem, finalists, known))
     return made
 
 
@@ -263,6 +267,16 @@ def _finalists(
     for _, baseline in _by_latency(space.baselines(problem), known):
         best_of_method.setdefault(baseline.method, baseline)
     return [*chosen, *best_of_method.values()]
+
+
+def _controls(
+    problem: Problem, finalists: Sequence[AnyConfig], known: dict[str, float | None]
+) -> list[AnyConfig]:
+    """Who runs twice: the best of ours, and the best baseline that may be the answer."""
+    able = [c for c in finalists if space.answers(c, problem.gpus)]
+    ours = _by_latency([c for c in able if isinstance(c, Config)], known)[:1]
+    theirs = _by_latency([c for c in able if isinstance(c, Baseline)], known)[:1]
+    return [config for _, config in (*ours, *theirs)]
 
 
 def _by_latency(

@@ -18,7 +18,10 @@ from ctatune.store import Store, default_path
 from ctatune.telemetry import gpu_count
 from ctatune.worker import Worker
 
-_RECORDED = ("ctatune", "cuda-bindings", "cuda-core", "nvidia-cublas", "nvmath-python", "optuna")
+_RECORDED = (
+    *("ctatune", "cuda-bindings", "cuda-core", "nvmath-python", "nccl4py", "optuna"),
+    *("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
+)
 
 
 class Session:

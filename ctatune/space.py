@@ -168,8 +168,13 @@ SHAPES = (
 )
 GROUPS = (1, 2, 4, 8, 16)
 MIXES = (1.0, 0.75, 0.5, 0.25, 0.0)
-CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # rows of a micro-batch
-MAX_CHUNKS = 16  # in a call: a chain of calls must fit into the queue of a stream (timing.py)
+PARTS = (2, 4, 8, 16)  # micro-batches of a call; more overfill the queue of a stream (timing.py)
+CHUNK_ROWS = 64  # a micro-batch has whole tiles of the smallest kind
+NCCL_CHOICES = ("ring/ll", "ring/ll128", "ring/simple")
+LL_BYTES = 1 << 20  # above, LL loses: half of what it sends are flags
+SIMPLE_BYTES = 256 << 10  # below, Simple loses: it waits for a fence and a flag a step
+GRAPH_ROWS = 256  # above, a kernel outlasts the launch of the next one: no gap to close
+MICROBATCH_CTA = False  # <- switch: True once `launch.Gemm` exists
 PACES_US = (0.0, 4.0, 8.0, 12.0)
 
 
@@ -219,15 +224,42 @@ def _groups(rows: int) -> list[tuple[int, int]]:
     return [(up, down) for up in useful for down in useful if up <= 2 * down and down <= 2 * up]
 
 
+def answers(config: Config | Baseline, gpus: int) -> bool:
+    """Whether a method may be the answer for a number of GPUs: Y2 lies as asked, no copies.
+
+    `single` leaves Y2 on one GPU, and `rowsplit` copies weights, which nobody allowed.
+    """
+    return config.method != "rowsplit" and (config.method != "single" or gpus == 1)
+
+
 def baselines(problem: Problem) -> list[Baseline]:
     """Every baseline that races in a search of this problem."""
-    found = [Baseline(method="single")]
+    ways = (False, True) if problem.m <= GRAPH_ROWS else (False,)
+    found = [Baseline(method="single", graph=graph) for graph in ways]
     if problem.gpus > 1 and problem.output == "replicated":
-        found += [Baseline(method=name) for name in ("tp", "tp_twoshot", "rowsplit")]
-    if problem.gpus == 2 and problem.output == "replicated":
         found += [
-            Baseline(method="microbatch", chunk=c)
-            for c in CHUNKS
-            if c < problem.m <= MAX_CHUNKS * c
+            Baseline(method="tp", nccl=nccl, graph=graph)
+            for nccl in _nccl_choices(problem)
+            for graph in ways
         ]
+        found += [Baseline(method="tp_twoshot", graph=graph) for graph in ways]
+        found += [Baseline(method="rowsplit")]
+    if problem.gpus == 2 and problem.output == "replicated":
+        chunks = _chunks(problem.m)
+        found += [Baseline(method="microbatch", chunk=chunk) for chunk in chunks]
+        if MICROBATCH_CTA:
+            found += [Baseline(method="microbatch_cta", chunk=chunk) for chunk in chunks]
     return found
+
+
+def _nccl_choices(problem: Problem) -> list[str]:
+    """NCCL's own choice and those that make sense for the bytes of Y2 on each GPU."""
+    nbytes = problem.m * problem.n * DTYPES[problem.dtype]
+    senseless = {"ring/ll": nbytes > LL_BYTES, "ring/simple": nbytes < SIMPLE_BYTES}
+    return ["", *(choice for choice in NCCL_CHOICES if not senseless.get(choice))]
+
+
+def _chunks(m: int) -> list[int]:
+    """Rows of a micro-batch: PARTS of m in whole CHUNK_ROWS, the largest first, each one once."""
+    rows = [-(-m // (parts * CHUNK_ROWS)) * CHUNK_ROWS for parts in PARTS]
+    return sorted({chunk for chunk in rows if chunk < m}, reverse=True)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 BOOTSTRAP = 2_000
+APART = 0.01  # of a log-ratio: what is closer is as good as equal (DESIGN 6)
+
+Verdict = Literal["faster", "slower", "tie"]
 
 
 def median_interval(samples: NDArray[np.float64] | Sequence[float]) -> tuple[float, float, float]:
@@ -22,3 +27,13 @@ def ratio_interval(ours: Sequence[float], theirs: Sequence[float]) -> tuple[floa
     """Median ratio of latencies of the same interleaved rounds, and its 95 % interval."""
     middle, low, high = np.exp(median_interval(np.log(ours) - np.log(theirs)))
     return float(middle), float(low), float(high)
+
+
+def verdict(ratio: float, low: float, high: float) -> Verdict:
+    """What may be said of a latency that is `ratio` times another one's, `low` to `high` with 95 %.
+
+    A difference is said only when it is at least APART and the interval leaves out 1.
+    """
+    if low <= 1.0 <= high or abs(math.log(ratio)) < APART:
+        return "tie"
+    return "faster" if ratio < 1.0 else "slower"

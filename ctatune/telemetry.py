@@ -71,6 +71,14 @@ class Telemetry:
         """One reading a GPU."""
         return [_read(handle) for handle in self._handles]
 
+    def energy_j(self) -> float | None:
+        """Energy that all GPUs took since the driver was loaded; None where NVML does not count."""
+        try:
+            mj = sum(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in self._handles)
+        except pynvml.NVMLError:
+            return None
+        return mj / 1000
+
     def marks(self, readings: Sequence[Reading]) -> list[str]:
         """What forbids that a number taken at these readings serves; empty when nothing does."""
         return sorted({mark for reading in readings for mark in _marks(reading)})

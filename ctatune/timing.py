@@ -18,7 +18,10 @@ from ctatune.launch import ERROR, POLL_TIMEOUT_NS, raise_poll_error
 Call = Callable[[int], None]  # enqueue one call on the operand set of that number
 
 CHAIN_US = 10_000.0  # a chain should last this long: thousands of ticks of the event clock
-MIN_CALLS, MAX_CALLS = 8, 160  # at most 320 launches a stream wait at the gate (queues hold 1,024)
+# All of a chain waits at the gate, and the queue of a stream holds about 1,024 launches: more would
+# block the host before it opens the gate. Ten a call: two products in split-K with their sums and
+# clears, what NCCL enqueues around its kernel, and the barrier.
+MIN_CALLS, MAX_CALLS = 8, 100
 LOAD_SECONDS = 1.0  # until clocks have settled under the power limit
 
 
@@ -89,8 +92,14 @@ class Timer:
         """One gated call and the join of all GPUs, floor included: median of five."""
         return float(np.median([self.chain_us(call, 1) for _ in range(5)]))
 
-    def load(self, call: Call, calls: int, seconds: float = LOAD_SECONDS) -> None:
-        """Keep the GPUs busy with the method until clocks have settled."""
+    def load(self, call: Call, calls: int, seconds: float = LOAD_SECONDS) -> int:
+        """Keep the GPUs busy with the method until clocks have settled; returns calls made.
+
+        Begins and ends with idle streams.
+        """
+        made = 0
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self.chain_us(call, calls, dependent=False)
+            made += calls
+        return made

@@ -26,26 +26,28 @@ class Reference:
 
     def __init__(self, gpus: Gpus, arena: Arena, problem: Problem, seed: int) -> None:
         inputs = Inputs(gpus, arena, problem, seed)
-        self.problem, self.seed, self._gpus, self._arena = problem, seed, gpus, arena
+        self.problem, self.seed, self._gpus = problem, seed, gpus
         self.x = inputs.x(0)
         self.w_up = inputs.w_up(0, Columns(0, problem.h))
         self.w_down = inputs.w_down(0, Columns(0, problem.n))
         self.y2 = arena.alloc(0, problem.m * problem.n * 4)
-        y1 = arena.alloc(0, problem.m * problem.h * BF16_BYTES)
-        self._gemm(self.x, self.w_up, y1, 0, problem.h, problem.k)
-        self._gemm(y1, self.w_down, 0, self.y2, problem.n, problem.h)
+        with gpus.arena() as own:
+            y1 = own.alloc(0, problem.m * problem.h * BF16_BYTES)
+            self._gemm(self.x, self.w_up, y1, 0, problem.h, problem.k)
+            self._gemm(y1, self.w_down, 0, self.y2, problem.n, problem.h)
+            gpus.sync()
 
     def _gemm(self, a: int, b: int, half: int, full: int, n: int, k: int) -> None:
         grid = (-(-n // _REFERENCE_TILE), -(-self.problem.m // _REFERENCE_TILE))
         sizes = (np.int32(size) for size in (self.problem.m, n, k))
         self._gpus.support("reference_gemm", 0, grid, 256, a, b, half, full, *sizes)
 
-    def one_gpu(self, schedule: Schedule) -> int:
-        """Y2 (bf16, on GPU 0) of the same kernel with the same tiles on one GPU."""
-        y2 = self._arena.alloc(0, self.problem.m * self.problem.n * BF16_BYTES)
+    def one_gpu(self, arena: Arena, schedule: Schedule) -> int:
+        """Y2 (bf16, on GPU 0, in `arena`) of the same kernel with the same tiles on one GPU."""
+        y2 = arena.alloc(0, self.problem.m * self.problem.n * BF16_BYTES)
         check(driver.cuMemsetD8(y2, 0xFF, self.problem.m * self.problem.n * BF16_BYTES))
         operands = Operands(x=(self.x,), w_up=(self.w_up,), w_down=(self.w_down,), y2=(y2,))
-        mlp = Mlp(self._gpus, self._arena, alone(schedule), [operands])
+        mlp = Mlp(self._gpus, arena, alone(schedule), [operands])
         mlp.call()
         self._gpus.sync()
         mlp.check()

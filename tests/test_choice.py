@@ -335,3 +335,8 @@ def test_importing_and_asking_needs_neither_cuda_nor_optuna(tmp_path):
     """
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parent.parent}"}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_a_control_is_no_contestant(db):
+    run(db, (CONFIG, final(100.0)), (CONFIG, measured(50.0, phase="control")))
+    assert best().latency_us == 100.0

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ctatune import cli, session
+from ctatune.presets import PRESETS
 from ctatune.store import Store
 from ctatune.telemetry import gpu_count
 
@@ -147,6 +148,17 @@ def test_a_stored_race_is_shown_without_a_gpu(tmp_path):
         "bench", "--shape", "8x8x8", "--gpus", 2, "--stored", "--db", tmp_path / "x.db"
     )
     assert (result.exit_code, result.stdout) == (3, "8x8x8x8: no race is stored\n")
+
+
+def test_presets_stand_beside_shapes_and_none_is_wrong_usage(tmp_path):
+    arguments = ["bench", "--gpus", 2, "--stored", "--db", tmp_path / "x.db"]
+    shape = ["--shape", "4096x8192x8192", "--preset", "paper", "--preset", "decode"]
+    documents = json.loads(ctatune(*arguments, *shape, "--json").stdout)
+    assert list(documents)[:2] == ["4096x8192x8192x8192", "1024x8192x8192x8192"]
+    assert len(documents) == 12
+    fails(ctatune(*arguments), 2, "--shape or --preset")
+    for preset in PRESETS:
+        assert ctatune(*arguments, "--preset", preset).exit_code in (0, 3)
 
 
 def test_what_was_exported_can_be_merged(tmp_path):

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ctatune import launch
+from ctatune import launch, space
 from ctatune.config import Baseline, Config
 from ctatune.errors import PipelineTimeoutError
 from ctatune.launch import BF16_BYTES, Mlp
@@ -101,10 +101,22 @@ def test_a_trial_on_one_gpu(bench):
 def test_finals_race_the_baseline_too(bench):
     pytest.importorskip("nvmath")
     problem = Problem(m=512, k=2048, h=2048, n=2048, gpus=2)
-    configs = [default_config(problem), Baseline()]
+    configs = [default_config(problem), Baseline(), default_config(problem)]  # one twice
     rows = bench.finals(problem, configs, 5)
-    assert [row.outcome for row in rows] == ["ok", "ok"], [row.detail for row in rows]
+    assert [row.outcome for row in rows] == ["ok"] * 3, [row.detail for row in rows]
     assert len({len(row.samples_us) for row in rows}) == 1
+    assert all(0 < row.gpu_state["energy_j"] < 10 for row in rows)
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("m", [1, 100, 384])
+def test_every_baseline_is_right(bench, m):
+    pytest.importorskip("nvmath")
+    pytest.importorskip("nccl")
+    problem = Problem(m=m, k=1024, h=2048, n=1024, gpus=2)
+    for baseline in space.baselines(problem):
+        measured = bench.trial(problem, baseline, 5)
+        assert measured.outcome == "ok", (str(baseline), measured.detail)
 
 
 @pytest.mark.gpus(2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ctatune import race
@@ -10,8 +12,9 @@ from ctatune.machine_model import load
 from ctatune.problem import Problem
 from ctatune.records import Measurement, Phase
 from ctatune.rows import Row, Run
+from ctatune.seed import shipped, shipped_shapes
 from ctatune.space import default_config
-from ctatune.stats import median_interval, ratio_interval
+from ctatune.stats import median_interval, ratio_interval, verdict
 
 PROBLEM = Problem(m=1024, k=8192, h=8192, n=8192, gpus=2)
 CTA = default_config(PROBLEM)
@@ -19,7 +22,11 @@ TP, SINGLE = Baseline(method="tp"), Baseline(method="single")
 
 
 def row(
-    config: AnyConfig, samples: tuple[float, ...], run_id: int = 1, phase: Phase = "final"
+    config: AnyConfig,
+    samples: tuple[float, ...],
+    run_id: int = 1,
+    phase: Phase = "final",
+    **gpu_state: object,
 ) -> Row:
     run = Run(
         id=run_id,
@@ -31,7 +38,12 @@ def row(
     )
     middle, low, high = median_interval(samples)
     measured = Measurement(
-        outcome="ok", phase=phase, latency_us=middle, interval_us=(low, high), samples_us=samples
+        outcome="ok",
+        phase=phase,
+        latency_us=middle,
+        interval_us=(low, high),
+        samples_us=samples,
+        gpu_state=gpu_state,
     )
     return Row(
         id=0,
@@ -82,3 +94,82 @@ def test_the_newest_run_with_rivals_is_shown():
     assert [r.run_id for r in race.newest(rows[-2:])] == [2, 2]
     assert race.newest([]) == []
     assert race.compare([]) == []
+
+
+def test_energy_is_shown_where_it_was_counted():
+    first, second = race.compare([row(CTA, DRIFT, energy_j=0.98765), row(TP, DRIFT)])
+    assert {race.cells(line)[-1] for line in (first, second)} == {"0.988", ""}
+    assert {line["energy_j"] for line in race.document([first, second])} == {0.98765, None}
+    assert "| J |" in race.markdown(PROBLEM, [first, second])
+    assert "| J |" not in race.markdown(PROBLEM, race.compare([row(TP, DRIFT)]))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "word"),
+    [
+        ((0.97, 0.96, 0.98), "faster"),
+        ((1.03, 1.02, 1.04), "slower"),
+        ((1.03, 0.99, 1.06), "tie"),  # the interval holds 1
+        ((1.005, 1.003, 1.02), "tie"),  # less than 1 %
+        ((0.995, 0.992, 0.998), "tie"),
+        ((1.0, 1.0, 1.0), "tie"),
+    ],
+)
+def test_a_difference_is_said_when_it_is_sure_and_one_percent(ratio, word):
+    assert verdict(*ratio) == word
+    swapped = {"faster": "slower", "slower": "faster", "tie": "tie"}[word]
+    assert verdict(1 / ratio[0], 1 / ratio[2], 1 / ratio[1]) == swapped
+
+
+def test_a_control_is_paired_with_the_final_of_its_race_and_is_no_contestant():
+    again = tuple(us * 1.02 for us in DRIFT)
+    rows = [
+        row(CTA, DRIFT, 1),
+        row(TP, DRIFT, 1),
+        row(CTA, again, 1, phase="control"),
+        row(TP, DRIFT, 1, phase="control"),
+        row(SINGLE, DRIFT, 1, phase="control"),  # without a final
+        row(TP, DRIFT, 2, phase="control"),  # of another run
+    ]
+    first, second = race.controls(rows)
+    assert (first.config, first.verdict, second.verdict) == (CTA, "slower", "tie")
+    assert first.ratio == pytest.approx(1.02)
+    lines = race.compare(race.newest(rows))
+    assert len(lines) == 2
+    text = race.control_line(rows, lines)
+    assert text.startswith(f"\nA/A control: {CTA} 1.020 (1.020 .. 1.020), slower; tp 1.000 (")
+    assert race.control_line(rows, []) == race.control_line(rows[:2], lines) == ""
+
+
+def test_people_see_the_best_variant_of_a_method_and_all_of_ours():
+    other = replace(CTA, mix=0.5)
+    slower = tuple(2 * us for us in DRIFT)
+    rows = [row(TP, slower), row(Baseline(method="tp", graph=True), DRIFT)]
+    rows += [row(CTA, DRIFT), row(other, slower)]
+    assert [str(line.row.config) for line in race.shown(race.compare(rows))] == [
+        *("tp graph", str(CTA), str(other))
+    ]
+
+
+def test_each_size_of_the_weights_is_plotted_on_its_own(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, _: drawn.extend(self.axes))
+    lines = race.compare([row(CTA, DRIFT), row(TP, DRIFT), row(SINGLE, DRIFT)])
+    wide = replace(PROBLEM, h=28672)
+    race.plot({PROBLEM: lines, replace(PROBLEM, m=64): lines, wide: lines}, tmp_path / "a.png")
+    assert [axes.get_title() for axes in drawn] == [
+        *("k 8192 h 8192 n 8192", "k 8192 h 28672 n 8192")
+    ]
+    assert [len(line.get_xdata()) for axes in drawn for line in axes.lines] == [2] * 3 + [1] * 3
+    assert len({line.get_color() for line in drawn[0].lines}) == 3
+    race.plot({}, tmp_path / "a.png")  # nothing was ever raced
+
+
+def test_the_shipped_controls_hardly_ever_differ():
+    """Two entries of one config are equal: at most 5 % of the verdicts on them may be false."""
+    pairs = [pair for shape in shipped_shapes() for pair in race.controls(shipped(shape))]
+    if len(pairs) < 40:
+        pytest.skip(f"needs 40 shipped A/A pairs, there are {len(pairs)}")
+    false = [str(pair) for pair in pairs if pair.verdict != "tie"]
+    assert len(false) <= 0.05 * len(pairs), false

@@ -45,6 +45,14 @@ def test_a_search_measures_races_and_is_looked_up_again(tmp_path):
     assert {row.config.method for row in finals} == {"cta"} | methods
     assert [row.config.method for row in finals].count("microbatch") == 1  # its best chunk
     assert space.default_config(PROBLEM) in {row.config for row in finals}
+    controls = [row.config for row in rows if row.measurement.phase == "control"]
+    best_ours = min(
+        screened, key=lambda row: (row.config.method != "cta", row.measurement.latency_us)
+    )
+    assert [config.method for config in controls] == ["cta", "tp"]
+    assert controls[0] == best_ours.config
+    proofs = [row.measurement.verification for row in rows]
+    assert len({proof.seed for proof in proofs if proof}) == 1  # one reference serves all
     choice = best(PROBLEM.shape, gpus=2, db=path)
     fastest = min(
         (row for row in finals if row.config.method == "cta"),

@@ -184,12 +184,12 @@ def test_a_damaged_row_is_reported_once_and_left_out(tmp_path, caplog):
 
 @pytest.fixture
 def second_migration(tmp_path, monkeypatch):
-    """Writes a migration 0002 beside the real ones, as a later ctatune would have it."""
+    """Writes a migration 0003 beside the real ones, as a later ctatune would have it."""
 
     def write(sql: str) -> None:
         later = tmp_path / "later"
         shutil.copytree(room("db") / "migrations", later / "migrations")
-        (later / "migrations" / "0002_later.sql").write_text(sql)
+        (later / "migrations" / "0003_later.sql").write_text(sql)
         monkeypatch.setattr(ctatune.store, "room", lambda _: later)
 
     return write
@@ -208,7 +208,28 @@ def test_an_older_schema_is_brought_up_to_date(tmp_path, second_migration):
             assert len(store.measurements()) == 3
         with sqlite3.connect(path) as raw:
             names = raw.execute("SELECT name FROM schema_migration ORDER BY 1").fetchall()
-        assert names == [("0001_initial",), ("0002_later",)]
+        assert names == [("0001_initial",), ("0002_control",), ("0003_later",)]
+
+
+def test_the_second_migration_keeps_all_rows_and_allows_controls(tmp_path, monkeypatch):
+    first = tmp_path / "first" / "migrations"
+    first.mkdir(parents=True)
+    shutil.copy(room("db") / "migrations" / "0001_initial.sql", first)
+    with monkeypatch.context() as patched:
+        patched.setattr(ctatune.store, "room", lambda _: first.parent)
+        filled(tmp_path / "a.db")
+        with Store.open(tmp_path / "a.db") as store:
+            before = store.measurements()
+            with pytest.raises(StoreError, match="CHECK"):
+                store.add_measurement(1, PROBLEM, CONFIG, replace(GOOD, phase="control"))
+    with Store.open(tmp_path / "a.db") as store:
+        assert store.measurements() == before
+        store.add_measurement(1, PROBLEM, CONFIG, replace(GOOD, phase="control"))
+        assert [row.measurement.phase for row in store.measurements()][-1] == "control"
+        assert not store._db.execute("PRAGMA foreign_key_check").fetchall()
+        tables = store._db.table_names()
+    with Store.memory() as fresh:
+        assert sorted(tables) == sorted(fresh._db.table_names())
 
 
 def test_a_migration_that_fails_leaves_nothing(tmp_path, second_migration):
@@ -217,7 +238,8 @@ def test_a_migration_that_fails_leaves_nothing(tmp_path, second_migration):
     with pytest.raises(StoreError, match="no such table: nowhere"):
         Store.open(path)
     with sqlite3.connect(path) as raw:
-        assert raw.execute("SELECT name FROM schema_migration").fetchall() == [("0001_initial",)]
+        names = raw.execute("SELECT name FROM schema_migration ORDER BY 1").fetchall()
+        assert names == [("0001_initial",), ("0002_control",)]
         assert raw.execute("SELECT 1 FROM sqlite_master WHERE name = 'a'").fetchone() is None
 
 
