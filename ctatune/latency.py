@@ -18,6 +18,7 @@ from ctatune.machine_model import MachineModel, Work, faded, pace_delay_us, pred
 from ctatune.problem import Problem
 from ctatune.records import Prediction, Regime
 from ctatune.schedule import shares, split_columns
+from ctatune.space import resident_ctas
 
 ESTIMATE = "estimate-2"
 _MAX_PANELS = 8  # looked at; of more, an even selection with the first and the last one
@@ -83,14 +84,22 @@ def gpu_parts(problem: Problem, config: Config, machine: MachineModel) -> list[P
         split_columns(layer.outputs, tile.n, shares(stage, config, problem.gpus))
         for stage, (layer, tile) in enumerate(layers)
     )
-    ctas = config.ctas or machine.platform.sm_count
+    ctas = config.ctas or resident_ctas(config, machine.platform.sm_count)
+    sharers = 2 if config.multicast else 1
     y1_gpus = sum(columns.width > 0 for columns in down)
     last = problem.gpus - 1
 
     @cache
     def parts(up_columns: int, down_columns: int, y2_peers: int) -> Parts:
         up_work, down_work = (
-            Work(m=problem.m, inputs=layer.inputs, columns=columns, tile=tile, ctas=ctas)
+            Work(
+                m=problem.m,
+                inputs=layer.inputs,
+                columns=columns,
+                tile=tile,
+                ctas=ctas,
+                sharers=sharers,
+            )
             for (layer, tile), columns in zip(layers, (up_columns, down_columns), strict=True)
         )
         clock = machine.clock(machine.busy_us((up_work, down_work)))

@@ -38,6 +38,7 @@ class Work:
     columns: int
     tile: Tile
     ctas: int
+    sharers: int = 1  # CTAs that load a weight tile together
     tiles_m: int = field(init=False)
     tiles_n: int = field(init=False)
     tiles: int = field(init=False)
@@ -162,7 +163,9 @@ class MachineModel:
             return 0.0
         row_bytes = TILE_K * ELEMENT_BYTES * work.k_steps
         loaded_bytes = (min(work.tile.m, work.m) + work.tile.n) * row_bytes
-        operands_us = loaded_bytes / min(self.sm_port_gbps, self.l2_gbps / work.active) * 1e-3
+        read_bytes = (min(work.tile.m, work.m) + work.tile.n / work.sharers) * row_bytes
+        l2_us = read_bytes / (self.l2_gbps / work.active) * 1e-3
+        operands_us = max(loaded_bytes / self.sm_port_gbps * 1e-3, l2_us)
         smem_us = (loaded_bytes + wgmma_rows(work.tile) * row_bytes) / self.smem_gbps * 1e-3
         main_us = max(self.tensor_us(work) / clock, smem_us / clock, operands_us)
         wave_us = self.hbm_bytes(work) * work.active / work.tiles / self.hbm_gbps * 1e-3

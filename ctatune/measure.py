@@ -139,16 +139,17 @@ class Bench:
     def _race(self, timer: Timer, field: dict[int, _Load], seed: int) -> dict[int, list[Chain]]:
         """Rounds of all in random order, until all are told from the best, or late.
 
+        A method of many launches keeps the GPUs less busy under load than one of a single launch,
+        and would find them cooler: all load for the part of the time that the slowest host manages.
         A round in which a GPU was slowed down or shared does not count.
         """
         order = np.random.default_rng(seed)
         rounds: dict[int, list[Chain]] = {i: [] for i in field}
-        for load in field.values():
-            load.run(LOAD_SECONDS)
+        duty = min(load.run(LOAD_SECONDS) for load in field.values())
         end = time.monotonic() + FINAL_SECONDS
         for played in range(1, MAX_ROUNDS + 1):
             for i in order.permutation(list(field)):
-                field[i].run(RELOAD_SECONDS)
+                field[i].run(RELOAD_SECONDS, duty)
                 rounds[i].append(timer.chain(field[i].call, field[i].calls))
             if self._telemetry.marks(self._telemetry.read()) and played > 1:
                 for chains in rounds.values():
@@ -176,23 +177,27 @@ class _Load:
         self._timer, self._telemetry = timer, telemetry
         self.call = contestant.call
         self.calls = timer.calls_for(contestant.call)
-        self._made, self._energy_j = 0, 0.0
+        self._made, self._energy_j, self.duty = 0, 0.0, 0.0
 
-    def run(self, seconds: float) -> None:
-        """Load for `seconds`; streams are idle before and after."""
+    def run(self, seconds: float, duty: float = 1.0) -> float:
+        """Load for `seconds`; streams are idle before and after. Returns the duty reached."""
         before = self._telemetry.energy_j()
-        self._made += self._timer.load(self.call, self.calls, seconds)
+        loaded = self._timer.load(self.call, self.calls, seconds, duty=duty)
+        self._made, self.duty = self._made + loaded.calls, loaded.duty
         after = self._telemetry.energy_j()
         if before is None or after is None:
             self._energy_j = math.nan
         else:
             self._energy_j += after - before
+        return loaded.duty
 
     def state(self) -> dict[str, object]:
-        """`energy_j`: joules a call of all GPUs held; nothing where NVML does not count them."""
+        """`duty` under load, and `energy_j`: joules a call of all GPUs held, pauses included;
+        nothing where NVML does not count them.
+        """
         if not self._made or math.isnan(self._energy_j):
-            return {}
-        return {"energy_j": self._energy_j / self._made}
+            return {"duty": self.duty}
+        return {"duty": self.duty, "energy_j": self._energy_j / self._made}
 
 
 class _Prover:

@@ -15,8 +15,9 @@ _NAMES = ("tile", "up_group", "down_group", "way", "pace")
 def axes(config: Config) -> Axes:
     """The coordinates of a config in the space that Optuna sees (all of them categories)."""
     split = ":".join(map(str, config.stage_split))
+    kind = f"{config.up.split_k}{config.multicast:d}{config.direct:d}"
     return (
-        f"{config.up.m}x{config.up.n}-{config.stages}-{config.d_slabs}",
+        f"{config.up.m}x{config.up.n}-{config.stages}-{config.d_slabs}-{kind}",
         str(config.up.group_m),
         str(config.down.group_m),
         f"{config.mix:g}@{split}",

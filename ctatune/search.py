@@ -248,7 +248,8 @@ def _diverse(ranked: Sequence[Config]) -> list[Config]:
     """The best by estimate, one of each family: the estimate hardly sees the order of tiles."""
     families: dict[tuple[object, ...], Config] = {}
     for config in ranked:
-        families.setdefault((config.up.m, config.up.n, config.stages, config.mix), config)
+        tile, ring = replace(config.up, group_m=1), (config.stages, config.d_slabs)
+        families.setdefault((tile, ring, config.multicast, config.direct), config)
     return list(families.values())[:FIRST_BY_ESTIMATE]
 
 

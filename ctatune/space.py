@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
+from typing import Any, NamedTuple
 
 from ctatune.config import Baseline, Config, Tile
 from ctatune.problem import DTYPES, Problem
@@ -155,16 +157,53 @@ def _why_split(config: Config, problem: Problem, sm_count: int) -> str | None:
     return None
 
 
-# (tile m, tile n, stages, d_slabs) that fill shared memory: the deepest ring that leaves room for
-# a whole tile of slabs, half a tile, or as many as `why_invalid` asks for (DESIGN 5).
-SHAPES = (
-    (128, 256, 3, 4),
-    (128, 256, 4, 2),
-    (128, 192, 4, 3),
-    (256, 128, 3, 2),
-    (128, 128, 6, 2),
-    (64, 256, 5, 3),
-    (64, 128, 8, 2),
+class Family(NamedTuple):
+    """The tile of both layers and how operands come and results go; the ring is as deep as fits."""
+
+    m: int
+    n: int
+    d_slabs: int
+    split_k: int = 1
+    multicast: bool = False
+    direct: bool = False
+
+    def config(self, *, up_group: int = 1, down_group: int = 1, **rest: Any) -> Config:
+        """A config of this family, with the deepest ring that fits into shared memory."""
+        tiles = {
+            name: Tile(m=self.m, n=self.n, group_m=group, split_k=self.split_k)
+            for name, group in (("up", up_group), ("down", down_group))
+        }
+        kind = {"d_slabs": self.d_slabs, "multicast": self.multicast, "direct": self.direct}
+        least = Config(**tiles, **kind, **rest, stages=MIN_STAGES)
+        stage = stage_bytes(least.up) + 2 * BARRIER_BYTES
+        more = (SMEM_BYTES - smem_bytes(least)) // stage
+        return replace(least, stages=max(MIN_STAGES, MIN_STAGES + more))
+
+
+# Few tokens: all SMs stream weights, so tiles are narrow and split along K. Then ever larger tiles,
+# with room in the slabs for a whole tile (a paced store holds nothing up) or for half of it and
+# one more stage.
+FAMILIES = (
+    Family(16, 64, 2, split_k=2, direct=True),
+    Family(32, 64, 2, split_k=2, direct=True),
+    Family(64, 64, 2, split_k=2, direct=True),
+    Family(64, 64, 2, direct=True),
+    Family(64, 64, 1, split_k=2),
+    Family(64, 128, 2),
+    Family(64, 256, 3),
+    Family(128, 64, 2, split_k=2, direct=True),
+    Family(128, 64, 1, split_k=2),
+    Family(128, 64, 2, multicast=True, direct=True),
+    Family(128, 128, 2, split_k=2),
+    Family(128, 128, 2),
+    Family(128, 128, 2, multicast=True),
+    Family(128, 128, 2, multicast=True, direct=True),
+    Family(128, 192, 3),
+    Family(128, 192, 3, multicast=True),
+    Family(128, 256, 4),
+    Family(128, 256, 4, multicast=True),
+    Family(128, 256, 2),
+    Family(256, 128, 2, multicast=True),
 )
 GROUPS = (1, 2, 4, 8, 16)
 MIXES = (1.0, 0.75, 0.5, 0.25, 0.0)
@@ -174,41 +213,56 @@ NCCL_CHOICES = ("ring/ll", "ring/ll128", "ring/simple")
 LL_BYTES = 1 << 20  # above, LL loses: half of what it sends are flags
 SIMPLE_BYTES = 256 << 10  # below, Simple loses: it waits for a fence and a flag a step
 GRAPH_ROWS = 256  # above, a kernel outlasts the launch of the next one: no gap to close
-MICROBATCH_CTA = False  # <- switch: True once `launch.Gemm` exists
+MICROBATCH_CTA = True
 PACES_US = (0.0, 4.0, 8.0, 12.0)
 
 
 def default_config(problem: Problem) -> Config:
-    """What to run when nothing is known: tensor parallel by columns, paced from 1024 tokens."""
-    m, n, stages, slabs = (64, 128, 8, 2) if problem.m <= 64 else (128, 256, 3, 4)
-    tile = Tile(m=m, n=n)
-    return Config(
-        up=tile,
-        down=tile,
-        stages=stages,
-        d_slabs=slabs,
-        stage_split=default_split(problem.gpus),
-        pace_us=8.0 if problem.gpus > 1 and problem.m >= 1024 else 0.0,
-    )
+    """What to run when nothing is known: tensor parallel by columns, the tile by tokens."""
+    m, split = problem.m, default_split(problem.gpus)
+    pairs = -(-m // 128) % 2 == 0  # tile rows go in pairs
+    if m <= 128:
+        rows = next(rows for rows in (16, 32, 64, 128) if m <= rows)
+        return Family(rows, 64, 2, split_k=2, direct=True).config(stage_split=split)
+    if m <= 512:
+        shared = pairs and m > 256
+        family = Family(128, 128, 2, multicast=shared, split_k=1 if shared else 2)
+        return family.config(up_group=2, down_group=2, stage_split=split)
+    pace_us = 8.0 if problem.gpus > 1 and m >= 1024 else 0.0
+    group = 2 if m <= 1024 else 8
+    family = Family(128, 256, 4, multicast=pairs)
+    return family.config(up_group=group, down_group=group, stage_split=split, pace_us=pace_us)
 
 
 def candidates(problem: Problem, *, sm_count: int = 132) -> Iterator[Config]:
     """Every valid config of the space for a problem, in a fixed order, each one once."""
     paces = PACES_US if problem.gpus > 1 else (0.0,)
-    for (m, n, stages, slabs), way, pace_us in product(SHAPES, _ways(problem.gpus), paces):
-        mix, split = way
-        for up_group, down_group in _groups(-(-problem.m // m)):
-            config = Config(
-                up=Tile(m=m, n=n, group_m=up_group),
-                down=Tile(m=m, n=n, group_m=down_group),
-                stages=stages,
-                d_slabs=slabs,
+    families = [family for family in FAMILIES if _useful(family.m, problem.m)]
+    for family, (mix, split), pace_us in product(families, _ways(problem.gpus), paces):
+        for up_group, down_group in _groups(-(-problem.m // family.m)):
+            config = family.config(
+                up_group=up_group,
+                down_group=down_group,
                 stage_split=split,
                 mix=mix,
                 pace_us=pace_us,
             )
             if why_invalid(config, problem, sm_count=sm_count) is None:
                 yield config
+
+
+def _useful(tile_m: int, m: int) -> bool:
+    """Whether a tile is neither half empty nor so low that it computes most rows for nothing."""
+    fits = tile_m >= WGMMA_ROWS or m <= tile_m
+    return fits and (m > tile_m // 2 or tile_m == FAMILIES[0].m)
+
+
+def resident_ctas(config: Config, sm_count: int) -> int:
+    """CTAs that a GPU runs at the same time, as a model assumes (the driver knows: launch.py).
+
+    30 clusters of four fit on the 132 SMs of an H200, since none spans two GPCs.
+    """
+    return sm_count if config.cluster < 4 else sm_count // 11 * 10
 
 
 def _ways(gpus: int) -> list[tuple[float, tuple[int, int]]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from cuda.core import EventOptions
@@ -31,6 +32,13 @@ class Chain:
 
     latency_us: float
     floor_us: float
+
+
+class Loaded(NamedTuple):
+    """Calls made under load, and the part of the time in which GPUs worked on them."""
+
+    calls: int
+    duty: float
 
 
 class Timer:
@@ -92,14 +100,17 @@ class Timer:
         """One gated call and the join of all GPUs, floor included: median of five."""
         return float(np.median([self.chain_us(call, 1) for _ in range(5)]))
 
-    def load(self, call: Call, calls: int, seconds: float = LOAD_SECONDS) -> int:
-        """Keep the GPUs busy with the method until clocks have settled; returns calls made.
+    def load(
+        self, call: Call, calls: int, seconds: float = LOAD_SECONDS, *, duty: float = 1.0
+    ) -> Loaded:
+        """Keep the GPUs busy with the method until clocks have settled, `duty` of the time at most.
 
         Begins and ends with idle streams.
         """
-        made = 0
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            self.chain_us(call, calls, dependent=False)
+        made, busy, begin = 0, 0.0, time.monotonic()
+        while (elapsed := time.monotonic() - begin) < seconds:
+            busy += 1e-6 * self.chain_us(call, calls, dependent=False)
             made += calls
-        return made
+            elapsed = time.monotonic() - begin
+            time.sleep(max(0.0, busy / duty - elapsed))
+        return Loaded(made, busy / elapsed)

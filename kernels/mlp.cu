@@ -151,6 +151,10 @@ __device__ uint32_t* panel_flag(uint32_t* panels, Params const& p, uint32_t epoc
   return panels + (((epoch & 1) * p.panel_count + panel) * p.segment_count + segment) * kLine;
 }
 
+// What the kernel before this one in the stream did is visible from here on. Only weights are read,
+// and nothing is written, before it (launch.py starts this kernel while that one ends).
+__device__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 __device__ long long now_ns() {
   long long t;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
@@ -236,9 +240,16 @@ struct Loader {
   Params const& p;
   char* ring;
   Barriers& bars;
-  uint32_t epoch;
   Rings rings;
+  uint32_t epoch = 0;
+  bool started = false;                     // may read what the kernel before this one made
   bool drained = kOneRing;
+
+  __device__ void start() {
+    wait_for_previous();
+    epoch = p.calls[0];
+    started = true;
+  }
 
   template <bool kIsUp>
   __device__ void arm(StageRing<kIsUp> const& r, int bytes) {
@@ -267,14 +278,34 @@ struct Loader {
     }
   }
 
+  // Loads weights into all stages but one, which math may need to free its last one: it does that
+  // only when it has the next. Returns the first K block that has none.
+  template <bool kIsUp>
+  __device__ int weights_ahead(StageRing<kIsUp> r, Blocks blocks, int bytes, int row) {
+    int const end = min(blocks.begin + (kIsUp || kOneRing ? kStages : kDownStages) - 1, blocks.end);
+    for (int kb = blocks.begin; kb < end; ++kb, r.advance()) {
+      arm<kIsUp>(r, bytes);
+      load_weights<kIsUp>(r, kb, row);
+    }
+    return end;
+  }
+
   __device__ void up(int4 tile, int part) {
     auto& at = rings.at<true>();
     Blocks const blocks = part_of(0, p.up_k_blocks, part, kUpSplit);
+    int const bytes = p.x_box_bytes + kUpN * kRowBytes;
+    int ahead = blocks.begin;
+    if (!started) {
+      ahead = weights_ahead<true>(at, blocks, bytes, tile.z);
+      start();
+    }
     for (int kb = blocks.begin; kb < blocks.end; ++kb, at.advance()) {
-      arm<true>(at, p.x_box_bytes + kUpN * kRowBytes);
+      if (kb >= ahead) {
+        arm<true>(at, bytes);
+        load_weights<true>(at, kb, tile.z);
+      }
       SM90_TMA_LOAD_2D::copy(&p.x, &bars.full[0][at.slot], kKeep, stage<true>(at), kb * kTileK,
                              tile.y);
-      load_weights<true>(at, kb, tile.z);
     }
   }
 
@@ -287,11 +318,9 @@ struct Loader {
     poll(panel_flag(p.panels, p, epoch, panel, segment), target, p, kPanelPoll, panel);
   }
 
-  // Loads the K blocks of one segment. While the segment is not here, weights go ahead, but leave a
-  // stage: math frees its last one only when it has the next.
+  // Loads the K blocks of one segment. While the segment is not here, weights go ahead.
   __device__ void down_segment(int4 tile, int segment, int part, bool first, int i) {
     auto& at = rings.at<false>();
-    constexpr int kStagesHere = kOneRing ? kStages : kDownStages;
     int const begin = tile.y / kUpM;
     int const end = (min(tile.y + kDownM, p.m) - 1) / kUpM + 1;
     int const bytes = p.y1_box_bytes + kDownN * kRowBytes;
@@ -301,11 +330,7 @@ struct Loader {
     for (int panel = begin; panel < end && !kSkipWait; ++panel) ready &= arrived(panel, segment);
     int ahead = blocks.begin;
     if (!ready) {
-      auto r = at;
-      for (; ahead < min(blocks.begin + kStagesHere - 1, blocks.end); ++ahead, r.advance()) {
-        arm<false>(r, bytes);
-        load_weights<false>(r, ahead, tile.z);
-      }
+      ahead = weights_ahead<false>(at, blocks, bytes, tile.z);
       for (int panel = begin; panel < end; ++panel) await(panel, segment);
     }
     if (first) stamp(p, i, kPanelReady);
@@ -321,6 +346,7 @@ struct Loader {
   }
 
   __device__ void down(int4 tile, int part, int i) {
+    if (!started) start();
     if (!drained) drain();
     int segment = tile.x / kSegmentUnit;
     for (int s = 0; s < p.segment_count; ++s) {
@@ -356,8 +382,8 @@ struct Storer {
   Params const& p;
   char* slabs;
   Barriers& bars;
-  uint32_t epoch;
   Ring<kSlabs> at, to_free;
+  uint32_t epoch = 0;
   bool y1_open = false, y2_open = false;    // destinations were seen ready for this call
 
   __device__ void free_slab() {
@@ -447,6 +473,8 @@ struct Storer {
   __device__ void drain() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
   __device__ void run() {
+    wait_for_previous();
+    epoch = p.calls[0];
     if (blockIdx.x == 0) {
       fence_system();
       for (int d = 0; d < p.peers; ++d) add_relaxed(p.started_out[d], 1);
@@ -655,8 +683,8 @@ struct Math {
   Params const& p;
   char *ring, *slabs, *exchange;
   Barriers& bars;
-  uint32_t epoch;
   int group;
+  uint32_t epoch = 0;
   Rings rings;
   Ring<kSlabs> d_at;
   int split_tiles = 0;                      // that the cluster has added up
@@ -764,6 +792,8 @@ struct Math {
   }
 
   __device__ void run() {
+    wait_for_previous();
+    epoch = p.calls[0];
     for (int i = blockIdx.x; i < p.tile_count; i += gridDim.x) {
       int const layer = p.tiles[i].x % kSegmentUnit;
       if (layer == kUpTile) tile<true>(i, i % kUpSplit);
@@ -822,25 +852,23 @@ void mlp(__grid_constant__ Params const p) {
   char* exchange = slabs + kSlabs * kSlabBytes;
   Barriers& bars = *reinterpret_cast<Barriers*>(exchange + kExchangeBytes);
   int const warp = threadIdx.x / 32;
-  uint32_t const epoch = p.calls[0];        // the last CTA to leave moves it on
-
   init_barriers(bars);
 
   if (warp < 4) {
     if constexpr (kMathGroups > 1) cutlass::arch::warpgroup_reg_dealloc<40>();
-    if (warp == 0 && elect_one_sync()) Loader{p, ring, bars, epoch}.run();
-    if (warp == 1 && elect_one_sync()) Storer{p, slabs, bars, epoch}.run();
+    if (warp == 0 && elect_one_sync()) Loader{p, ring, bars}.run();
+    if (warp == 1 && elect_one_sync()) Storer{p, slabs, bars}.run();
   } else {
     if constexpr (kMathGroups > 1) cutlass::arch::warpgroup_reg_alloc<232>();
     int const group = __shfl_sync(~0u, warp / 4 - 1, 0);
-    Math{p, ring, slabs, exchange, bars, epoch, group}.run();
+    Math{p, ring, slabs, exchange, bars, group}.run();
   }
 
   leave_together();
   if (threadIdx.x == 0) {
     if (atomicAdd(&p.calls[kLine], 1u) + 1 == gridDim.x) {
       p.calls[kLine] = 0;                   // of this GPU alone: the next call starts after us
-      p.calls[0] = epoch + 1;
+      p.calls[0] += 1;
     }
   }
 }

@@ -6,7 +6,7 @@ import os
 import time
 from dataclasses import replace
 
-from ctatune.config import AnyConfig, Config
+from ctatune.config import OWN_KERNEL, AnyConfig, Config
 from ctatune.errors import DeviceError
 from ctatune.jit import kernel_hash
 from ctatune.machine_model import load
@@ -69,5 +69,5 @@ class FakeBench:
             samples_us=(latency_us,) * 5,
             floor_us=6.0,
             verification=proof,
-            kernel=kernel if isinstance(config, Config) else None,
+            kernel=kernel if config.method in OWN_KERNEL else None,
         )

@@ -13,7 +13,7 @@ from ctatune.latency import estimate, roofline_us, single_us
 from ctatune.machine_model import load
 from ctatune.problem import OUTPUTS, Output, Problem
 from ctatune.simulate import simulate
-from ctatune.space import SHAPES, default_split
+from ctatune.space import FAMILIES, default_split
 
 MACHINE = load()
 # What each row of DESIGN 4 is taken to have run: for few tokens narrow tiles, which `space` lacks.
@@ -90,18 +90,19 @@ def cases(draw: st.DrawFn) -> tuple[Problem, Config]:
         gpus=gpus,
         output=draw(st.sampled_from(OUTPUTS)),
     )
-    m, n, stages, slabs = draw(st.sampled_from(SHAPES))
-    tile = Tile(m=m, n=n, group_m=draw(st.sampled_from([1, 2, 8, 16])))
+    family = draw(st.sampled_from(FAMILIES))
+    if -(-problem.m // family.m) % 2:
+        family = family._replace(multicast=False)
+    group = draw(st.sampled_from([2, 8, 16] if family.multicast else [1, 2, 8, 16]))
     mix = draw(st.sampled_from([0.0, 0.3, 1.0])) if gpus > 1 else 1.0
     p_up = draw(st.integers(1, gpus - 1)) if mix < 1 else default_split(gpus)[0]
-    return problem, Config(
-        up=tile,
-        down=tile,
-        stages=stages,
-        d_slabs=slabs,
+    paced = not family.direct and family.d_slabs * 64 >= family.n
+    return problem, family.config(
+        up_group=group,
+        down_group=group,
         mix=mix,
         stage_split=(p_up, gpus - p_up),
-        pace_us=draw(st.sampled_from([0.0, 6.0])) if slabs * 64 >= n else 0.0,
+        pace_us=draw(st.sampled_from([0.0, 6.0])) if paced else 0.0,
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 from ctatune import measure, telemetry
 from ctatune.measure import Bench
 from ctatune.problem import Problem
+from ctatune.timing import Loaded
 
 PROBLEM = Problem(m=1024, k=8192, h=8192, n=8192, gpus=2)
 
@@ -36,21 +37,24 @@ class Timed:
     def calls_for(self, _: object) -> int:
         return 10
 
-    def load(self, _: object, calls: int, seconds: float) -> int:
-        return calls * round(10 * seconds)
+    def load(self, _: object, calls: int, seconds: float, *, duty: float) -> Loaded:
+        return Loaded(calls * round(10 * seconds), duty / 2)
 
 
 @pytest.mark.parametrize(
     ("counter", "state"),
-    [([100.0, 350.0, 350.0, 400.0], {"energy_j": 3.0}), ([None, None, 1.0, 2.0], {})],
+    [
+        ([100.0, 350.0, 350.0, 400.0], {"duty": 0.25, "energy_j": 3.0}),
+        ([None, None, 1.0, 2.0], {"duty": 0.25}),
+    ],
 )
 def test_energy_is_a_call_of_all_load_segments(counter, state):
     readings = iter(counter)
     telemetry: Any = SimpleNamespace(energy_j=lambda: next(readings))
     timer: Any = Timed()
     load = measure._Load(timer, telemetry, SimpleNamespace(call=None))  # type: ignore[arg-type]
-    load.run(0.8)
-    load.run(0.2)
+    assert load.run(0.8) == 0.5
+    assert load.run(0.2, 0.5) == 0.25
     assert load.state() == state
 
 

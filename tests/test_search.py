@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -41,7 +42,7 @@ def test_a_search_measures_races_and_is_looked_up_again(tmp_path):
     assert (
         len({row.config for row in screened}) == len(screened) == 24 + len(space.baselines(PROBLEM))
     )
-    methods = {"single", "tp", "tp_twoshot", "rowsplit", "microbatch"}
+    methods = {"single", "tp", "tp_twoshot", "rowsplit", "microbatch", "microbatch_cta"}
     assert {row.config.method for row in finals} == {"cta"} | methods
     assert [row.config.method for row in finals].count("microbatch") == 1  # its best chunk
     assert space.default_config(PROBLEM) in {row.config for row in finals}
@@ -136,7 +137,9 @@ def test_first_the_default_then_the_estimate_with_one_of_each_family(tmp_path):
     positions = [ranked.index(config) for config in steps[2:]]
     assert positions == sorted(positions)
     assert positions[0] == 0 or ranked[0] in steps[:2]
-    families = Counter((c.up.m, c.up.n, c.stages, c.mix) for c in steps[2:])
+    families = Counter(
+        (replace(c.up, group_m=1), c.stages, c.d_slabs, c.multicast, c.direct) for c in steps[2:]
+    )
     assert max(families.values()) == 1
 
 

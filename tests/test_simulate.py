@@ -16,9 +16,9 @@ from ctatune.errors import ScheduleError
 from ctatune.latency import gpu_parts, roofline_us
 from ctatune.machine_model import MachineModel, load
 from ctatune.problem import Output, Problem
-from ctatune.schedule import DOWN, UP, Schedule, build
+from ctatune.schedule import DOWN, NOTHING, UP, Schedule, build
 from ctatune.simulate import TileSpan, Timeline, run, simulate
-from ctatune.space import default_split
+from ctatune.space import default_split, resident_ctas
 
 MACHINE = load()
 
@@ -144,7 +144,7 @@ def test_a_timeline_obeys_the_schedule(case) -> None:
     problem, config = case
     schedule = build(problem, config)
     timeline = run(schedule, MACHINE)
-    check_coverage(timeline, [tiles.tolist() for tiles in schedule.tiles])
+    check_coverage(timeline, schedule)
     for tile in timeline.tiles:
         assert tile.start_us < tile.end_us <= timeline.total_us
     check_waits(schedule, timeline)
@@ -178,16 +178,19 @@ def check_waits(schedule: Schedule, timeline: Timeline) -> None:
         assert left_us == pytest.approx(0.0, abs=1e-6)
 
 
-def check_coverage(timeline: Timeline, lists: list[list[list[int]]]) -> None:
+def check_coverage(timeline: Timeline, schedule: Schedule) -> None:
     """Each CTA ran its share of the list in order, one tile at a time."""
     by_cta: dict[tuple[int, int], list[TileSpan]] = {}
     for tile in timeline.tiles:
         by_cta.setdefault((tile.gpu, tile.cta), []).append(tile)
+    ctas = resident_ctas(schedule.config, MACHINE.platform.sm_count)
     for (gpu, cta), spans in by_cta.items():
-        wanted = [(layer, row, col) for layer, row, _, col, _ in lists[gpu][cta::132]]
+        slots = schedule.slots(gpu)[cta::ctas].tolist()
+        wanted = [(layer, row, col) for layer, row, _, col, *_ in slots if layer != NOTHING]
         assert [(t.layer, t.row, t.col) for t in spans] == wanted
         assert all(a.end_us <= b.start_us for a, b in pairwise(spans))
-    assert len(timeline.tiles) == sum(map(len, lists))
+    slots = [schedule.slots(gpu)[:, 0] for gpu in range(schedule.problem.gpus)]
+    assert len(timeline.tiles) == sum(int((layers != NOTHING).sum()) for layers in slots)
 
 
 @settings(max_examples=15, deadline=None)
