@@ -17,7 +17,7 @@ from ctatune.measure import Bench
 from ctatune.operands import Inputs, place
 from ctatune.problem import Problem, parse_shape
 from ctatune.records import PROTOCOL
-from ctatune.schedule import DOWN, build
+from ctatune.schedule import DOWN, NOTHING, build
 from ctatune.space import default_config
 from ctatune.timing import Timer
 
@@ -50,16 +50,17 @@ def main() -> None:
         print(f"{timer.chain(mlp.call, CALLS).latency_us:.1f} us a call, with stamps")
         mlp.check()
         for gpu in range(problem.gpus):
-            table(gpu, mlp.stamps(gpu) / 1e3, schedule.tiles[gpu], mlp.ctas)
+            table(gpu, mlp.stamps(gpu) / 1e3, schedule.slots(gpu), mlp.ctas)
 
 
-def table(gpu: int, stamps: np.ndarray, tiles: np.ndarray, ctas: int) -> None:
+def table(gpu: int, stamps: np.ndarray, slots: np.ndarray, ctas: int) -> None:
+    real = slots[:, 0] != NOTHING
     at = {name: stamps[:, i] for i, name in enumerate(STAMPS)}
-    start = at["load_starts"].min()
-    print(f"GPU {gpu}: last tile stored after {at['stored'].max() - start:.1f} us")
-    for first in range(0, len(tiles), ctas):
-        wave = slice(first, first + ctas)
-        down = (tiles[wave, 0] == DOWN).mean()
+    start = at["load_starts"][real].min()
+    print(f"GPU {gpu}: last tile stored after {at['stored'][real].max() - start:.1f} us")
+    for first in range(0, len(slots), ctas):
+        wave = np.flatnonzero(real[first : first + ctas]) + first
+        down = (slots[wave, 0] == DOWN).mean()
         parts = [
             f"{name} {spread((at[end] - at[begin])[wave])}"
             for name, (begin, end) in COLUMNS.items()
