@@ -30,7 +30,7 @@ def contestants(problem: Problem) -> list[AnyConfig]:
 
 def main() -> None:
     bench = Bench(1)
-    telemetry: Telemetry = bench._telemetry  # noqa: SLF001  # it holds the lock of the GPU
+    telemetry: Telemetry = bench._telemetry  # it holds the lock of the GPU
     print(bench.platform(), f"protocol {PROTOCOL}", sep="\n")
     for shape in sys.argv[1:]:
         m, k, h, n = parse_shape(shape)
