@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from ctatune.launch import STAMPS, Mlp
+from ctatune.abi import STAMPS
+from ctatune.launch import Mlp
 from ctatune.measure import Bench
 from ctatune.operands import Inputs, place
 from ctatune.problem import Problem, parse_shape
@@ -50,7 +51,7 @@ def main() -> None:
         print(f"{timer.chain(mlp.call, CALLS).latency_us:.1f} us a call, with stamps")
         mlp.check()
         for gpu in range(problem.gpus):
-            table(gpu, mlp.stamps(gpu) / 1e3, schedule.tiles[gpu], mlp.ctas)
+            table(gpu, mlp.stamps(gpu) / 1e3, schedule.slots(gpu), mlp.ctas)
 
 
 def table(gpu: int, stamps: np.ndarray, tiles: np.ndarray, ctas: int) -> None:

@@ -47,9 +47,9 @@ class Config:
     """A CTA-pipelined configuration. `canonical()` is its only key.
 
     `stage_split` is (p_up, p_down): how many GPUs belong to each stage. `mix` in [0, 1]: 0 is the
-    pure pipeline, 1 is pure tensor parallel. `stages` is the depth of the shared-memory ring in tiles
-    of `up` (`down` has as many of its own as fit into the same memory), `d_slabs` the number of
-    64-column slabs that finished tiles wait in. With `multicast`, two CTAs whose tiles lie one
+    pure pipeline, 1 is pure tensor parallel. `stages` is the depth of the shared-memory ring in
+    tiles of `up` (`down` has as many of its own as fit into the same memory), `d_slabs` the number
+    of 64-column slabs that finished tiles wait in. With `multicast`, two CTAs whose tiles lie one
     above the other load their common weights once. With `direct`, results are stored from
     registers and not through slabs and TMA.
     `ctas` is the number of CTAs on each GPU, 0 for one an SM. `pace_us` is the time between the
