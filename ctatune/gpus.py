@@ -199,7 +199,10 @@ class Gpus:
 
     @contextmanager
     def gated(self) -> Iterator[None]:
-        """Hold every stream until the block has enqueued its work, then release all at once."""
+        """Hold every stream until the block has enqueued its work, then release all at once.
+
+        Inside, nothing may wait for a stream: no zeroed memory, no uploads, no downloads.
+        """
         self._gate.close()
         try:
             yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from ctatune.config import Config, Tile
 from ctatune.errors import CtatuneError
 from ctatune.problem import Output, Problem
 from ctatune.records import RELATIVE_LIMIT, WORST_LIMIT
+from ctatune.reference import Matrix
 from ctatune.schedule import build
 from ctatune.space import SHAPES, default_split, why_invalid
 from ctatune.telemetry import gpu_count
@@ -20,15 +22,21 @@ from ctatune.telemetry import gpu_count
 Proves = Callable[..., bool]
 
 
+@cache
+def numpy_case(m: int, k: int, h: int, n: int) -> tuple[tuple[Matrix, Matrix, Matrix], Matrix]:
+    """Inputs of a size, and the Y2 that they give."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((m, k), dtype=np.float32)
+    w_up = rng.standard_normal((h, k), dtype=np.float32) * np.float32(k**-0.5)
+    w_down = rng.standard_normal((n, h), dtype=np.float32) * np.float32(h**-0.5)
+    return (x, w_up, w_down), reference.expected(x, w_up, w_down)
+
+
 def numpy_proves(problem: Problem, config: Config, *, skip_wait: bool = False) -> bool:
     """Whether the NumPy executor gives the right Y2 where it is promised, and nothing elsewhere."""
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((problem.m, problem.k), dtype=np.float32)
-    w_up = rng.standard_normal((problem.h, problem.k), dtype=np.float32) * problem.k**-0.5
-    w_down = rng.standard_normal((problem.n, problem.h), dtype=np.float32) * problem.h**-0.5
+    inputs, expected = numpy_case(problem.m, problem.k, problem.h, problem.n)
     schedule = build(problem, config)
-    outputs = reference.execute(schedule, x, w_up, w_down, ctas=8, skip_wait=skip_wait)
-    expected = reference.expected(x, w_up, w_down)
+    outputs = reference.execute(schedule, *inputs, ctas=8, skip_wait=skip_wait)
     for gpu, output in enumerate(outputs):
         promised = np.zeros(problem.n, dtype=bool)
         for sender, receivers in enumerate(schedule.y2_gpus):
