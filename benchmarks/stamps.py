@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from ctatune.launch import STAMPS, Mlp
+from ctatune.abi import STAMPS
+from ctatune.launch import Mlp
 from ctatune.measure import Bench
 from ctatune.operands import Inputs, place
 from ctatune.problem import Problem, parse_shape

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import importlib.util
 
+from ctatune.abi import BF16_BYTES
 from ctatune.config import Baseline
 from ctatune.gpus import Arena, Gpus
 from ctatune.graphs import Graphed
-from ctatune.launch import BF16_BYTES
 from ctatune.methods import Libraries, Method, Product
 from ctatune.microbatch import MicroBatch
 from ctatune.operands import Inputs, cold_sets

@@ -65,17 +65,24 @@ class Arena:
         return pointer
 
     def zeros(self, gpu: int, nbytes: int) -> int:
-        """`nbytes` of zeros on `gpu`."""
+        """`nbytes` of zeros on `gpu`, which peers may add to from now on."""
         pointer = self.alloc(gpu, nbytes)
-        check(driver.cuMemsetD8(pointer, 0, nbytes))
+        self._gpus.fill(gpu, pointer, 0, nbytes)
+        self._gpus.wait(gpu)
         return pointer
 
     def upload(self, gpu: int, array: NDArray[Any]) -> int:
-        """A copy of `array` on `gpu`."""
+        """A copy of `array` on `gpu`, complete on return.
+
+        The stream says when it is: a synchronous copy from pageable memory may return before its
+        last bytes have arrived (driver API, "API synchronization behavior").
+        """
         array = np.ascontiguousarray(array)
         pointer = self.alloc(gpu, array.nbytes)
         if array.nbytes:
-            check(driver.cuMemcpyHtoD(pointer, array.ctypes.data, array.nbytes))
+            stream = self._gpus.streams[gpu].handle
+            check(driver.cuMemcpyHtoDAsync(pointer, array.ctypes.data, array.nbytes, stream))
+            self._gpus.wait(gpu)
         return pointer
 
     def on_close(self, action: Callable[[], None]) -> None:
@@ -136,9 +143,22 @@ class Gpus:
 
     def sync(self) -> None:
         """Wait for every stream. Raises: DeviceError when a context is broken."""
-        for gpu, stream in enumerate(self.streams):
-            self.use(gpu)
-            check(driver.cuStreamSynchronize(stream.handle))
+        for gpu in range(len(self)):
+            self.wait(gpu)
+
+    def wait(self, gpu: int) -> None:
+        """Wait for the stream of `gpu`. Raises: DeviceError when its context is broken."""
+        self.use(gpu)
+        check(driver.cuStreamSynchronize(self.streams[gpu].handle))
+
+    def fill(self, gpu: int, pointer: int, byte: int, nbytes: int) -> None:
+        """Enqueue writing `byte` to `nbytes` of memory, on the stream of `gpu`.
+
+        A memset without a stream returns before it is done, and our streams do not wait for the
+        default one: kernels ran into poison that was still being written (536 MB of Y1).
+        """
+        self.use(gpu)
+        check(driver.cuMemsetD8Async(pointer, byte, nbytes, self.streams[gpu].handle))
 
     def load(self, cubin: bytes, kernels: Sequence[str], *, smem_bytes: int = 0) -> list[Any]:
         """The named kernels of a cubin, allowed `smem_bytes` of dynamic shared memory."""
@@ -179,7 +199,10 @@ class Gpus:
 
     @contextmanager
     def gated(self) -> Iterator[None]:
-        """Hold every stream until the block has enqueued its work, then release all at once."""
+        """Hold every stream until the block has enqueued its work, then release all at once.
+
+        Inside, nothing may wait for a stream: no zeroed memory, no uploads, no downloads.
+        """
         self._gate.close()
         try:
             yield
@@ -216,8 +239,7 @@ class Gpus:
 
     def download(self, gpu: int, pointer: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
         """A host copy of device memory, after what is enqueued on the stream of `gpu`."""
-        self.use(gpu)
-        check(driver.cuStreamSynchronize(self.streams[gpu].handle))
+        self.wait(gpu)
         array = np.empty(shape, dtype=dtype)
         check(driver.cuMemcpyDtoH(array.ctypes.data, pointer, array.nbytes))
         return array

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
+from ctatune.abi import BF16_BYTES
 from ctatune.config import Baseline
 from ctatune.cublas import Cublas, Sizes
+from ctatune.gemm import Gemm
 from ctatune.gpus import Arena, Gpus
-from ctatune.launch import BF16_BYTES
 from ctatune.methods import Libraries
 from ctatune.operands import Inputs, cold_sets
 from ctatune.records import KernelBuild
@@ -54,30 +55,32 @@ class _BlasGemms:
 
 
 class _OurGemms:
-    """By our kernel, one GEMM at a time, with the default tile for a chunk."""
+    """By our kernel with the default config of a chunk; chunks of as many rows share a `Gemm`."""
 
     def __init__(
-        self, arena: Arena, inputs: Inputs, chunk: int, operands: _Operands, counts: tuple[int, int]
+        self, arena: Arena, inputs: Inputs, operands: _Operands, chunks: list[Columns], sets: int
     ) -> None:
-        from ctatune.launch import Gemm  # pyright: ignore[reportAttributeAccessIssue]
-
-        config = default_config(replace(inputs.problem, m=chunk, gpus=1))
-        chunks, sets = counts
-
-        def gemm(gpu: int, chunk: int) -> Any:
-            found = [operands(gpu, chunk, which) for which in range(sets)]
-            m, n, k = found[0][-1]
-            pointers = [(x, w, y) for x, w, y, _ in found]
-            return Gemm(inputs.gpus, arena, gpu, config, m, n, k, pointers)
-
-        self._gemms = [[gemm(gpu, chunk) for chunk in range(chunks)] for gpu in _GPUS]
-        self.kernel: KernelBuild | None = self._gemms[0][0].build()
+        self._sets = sets
+        self._all: list[Gemm] = []
+        self._of: dict[tuple[int, int], tuple[Gemm, int]] = {}  # with the first set of a chunk
+        for rows in dict.fromkeys(chunk.width for chunk in chunks):
+            config = default_config(replace(inputs.problem, m=rows, gpus=1))
+            same = [i for i, chunk in enumerate(chunks) if chunk.width == rows]
+            for gpu in _GPUS:
+                found = [operands(gpu, chunk, which) for chunk in same for which in range(sets)]
+                m, n, k = found[0][-1]
+                pointers = [(x, w, y) for x, w, y, _ in found]
+                gemm = Gemm(inputs.gpus, arena, gpu, config, m, n, k, pointers)
+                self._all.append(gemm)
+                self._of |= {(gpu, chunk): (gemm, i * sets) for i, chunk in enumerate(same)}
+        self.kernel: KernelBuild | None = self._all[0].build()
 
     def __call__(self, gpu: int, chunk: int, which: int) -> None:
-        self._gemms[gpu][chunk].call(which)
+        gemm, first = self._of[gpu, chunk]
+        gemm.call(first + which % self._sets)
 
     def check(self) -> None:
-        for gemm in (gemm for gemms in self._gemms for gemm in gemms):
+        for gemm in self._all:
             gemm.check()
 
 
@@ -105,7 +108,7 @@ class MicroBatch:
         self._gemms: Gemms = (
             _BlasGemms(libraries.blas, self._operands, count)
             if baseline.method == "microbatch"
-            else _OurGemms(arena, inputs, baseline.chunk, self._operands, (count, self.sets))
+            else _OurGemms(arena, inputs, self._operands, self._chunks, self.sets)
         )
         self.kernel, self.check = self._gemms.kernel, self._gemms.check
         self._copies = [_stream(gpus, gpu) for gpu in _GPUS]

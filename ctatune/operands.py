@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ctatune.abi import BF16_BYTES
 from ctatune.gpus import Arena, Gpus
-from ctatune.launch import BF16_BYTES, Operands
+from ctatune.launch import Operands
 from ctatune.problem import Problem
 from ctatune.schedule import DOWN, UP, Columns, Schedule
 

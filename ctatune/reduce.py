@@ -11,9 +11,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from ctatune.abi import ERROR, POLL_TIMEOUT_NS, raise_poll_error
 from ctatune.errors import DeviceError
 from ctatune.gpus import LINE_BYTES, Arena, Gpus
-from ctatune.launch import ERROR, POLL_TIMEOUT_NS, raise_poll_error
 from ctatune.problem import MAX_GPUS
 
 _BLOCKS, _THREADS = 64, 512  # 340 GB/s of peer traffic need 16 CTAs (DESIGN 4)

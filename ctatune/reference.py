@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ctatune.config import Tile
 from ctatune.errors import ScheduleError
-from ctatune.schedule import DOWN, UP, Schedule
+from ctatune.schedule import DOWN, NOTHING, UP, Columns, Schedule
+from ctatune.space import TILE_K, out_rows
 
 Matrix = NDArray[np.float32]
 _SPEED_OCTAVES = 6.0  # the fastest CTA may run 64 times as fast as the slowest
@@ -29,6 +31,13 @@ def round_bf16(values: NDArray[np.floating]) -> Matrix:
 def linear(x: Matrix, weight: Matrix) -> Matrix:
     """`x @ weight.T`, summed in float64 and rounded once to float32."""
     return (x.astype(np.float64) @ weight.astype(np.float64).T).astype(np.float32)
+
+
+def part_of(columns: Columns, part: int, parts: int) -> Columns:
+    """What one of `parts` CTAs sums of a range of K: whole blocks of TILE_K, as even as can be."""
+    blocks = -(-columns.width // TILE_K)
+    start, stop = (columns.start + blocks * p // parts * TILE_K for p in (part, part + 1))
+    return Columns(min(start, columns.stop), min(stop, columns.stop))
 
 
 def expected(x: Matrix, w_up: Matrix, w_down: Matrix) -> Matrix:
@@ -51,19 +60,22 @@ def execute(
 ) -> list[Matrix]:
     """Y2 of every GPU after one call, float32, NaN where nothing is promised.
 
-    A step of a CTA is one `up` tile, or one segment of a `down` tile: its partial sums stay with
-    the CTA while it waits for the next segment. `order_seed` draws a speed for each CTA and the
-    order of the steps. `skip_wait` is the negative control: `down` reads NaN where Y1 is missing.
+    A step of a CTA is the sum of its part of an `up` tile, or of one segment of a `down` tile
+    (partial sums stay with the CTA while it waits for the next segment), or the store of the rows
+    that it owns, once all parts of the tile are summed. `ctas`, made whole clusters, run on a GPU;
+    `order_seed` draws a speed for each and the order of the steps. `skip_wait` is the negative
+    control: `down` reads NaN where Y1 is missing.
 
     Shapes: as in `expected`; every Y2 is m x n.
     Raises: ScheduleError when all CTAs are blocked, an output is written twice, or a promised
     output is missing.
     """
     state = _State(schedule, (w_up, w_down), x, skip_wait)
+    ctas += -ctas % schedule.config.cluster
     ctas_left = [
         _Cta(gpu=gpu, position=first, stride=ctas)
-        for gpu, tiles in enumerate(schedule.tiles)
-        for first in range(min(ctas, len(tiles)))
+        for gpu, slots in enumerate(state.slots)
+        for first in range(min(ctas, len(slots)))
     ]
     rng = np.random.default_rng(order_seed)
     slowness = list(2.0 ** rng.uniform(0.0, _SPEED_OCTAVES, len(ctas_left)))
@@ -74,7 +86,7 @@ def execute(
             raise ScheduleError(state.why_blocked(ctas_left))
         cta = ctas_left[chosen]
         state.step(cta)
-        if cta.position >= len(schedule.tiles[cta.gpu]):
+        if cta.position >= len(state.slots[cta.gpu]):
             del ctas_left[chosen], slowness[chosen]
     state.check_promises()
     return state.y[DOWN]
@@ -83,12 +95,12 @@ def execute(
 @dataclass(slots=True, kw_only=True)
 class _Cta:
     gpu: int
-    position: int  # of its tile in the GPU's list
+    position: int  # of its slot in the GPU's list
     stride: int
-    summed: int = 0  # segments that the partial sums of its `down` tile hold
+    summed: int = 0  # segments that the partial sums of its tile hold
     partial: Matrix | None = None
 
-    def next_tile(self) -> None:
+    def next_slot(self) -> None:
         self.position += self.stride
         self.summed, self.partial = 0, None
 
@@ -109,71 +121,101 @@ class _State:
         gpus = range(problem.gpus)
         self.y = [[np.full(size, np.nan, np.float32) for _ in gpus] for size in sizes]
         self.written = [[np.zeros(size, bool) for _ in gpus] for size in sizes]
+        self.slots = [schedule.slots(gpu).tolist() for gpu in gpus]
+        self.parts: dict[tuple[int, int], dict[int, Matrix]] = {}  # of (GPU, first slot of a tile)
         counters = (problem.gpus, schedule.panels, len(schedule.segments))
         self.arrived = np.zeros(counters, dtype=int)
 
     def ready(self, cta: _Cta) -> bool:
+        layer, *_, part = self._slot(cta)
+        if layer == NOTHING:
+            return True
+        if cta.summed == self._sums(layer):
+            return len(self.parts[cta.gpu, cta.position - part]) == self._tile(layer).split_k
         return self.skip_wait or self._missing(cta) is None
 
-    def _tile(self, cta: _Cta) -> list[int]:
-        return self.schedule.tiles[cta.gpu][cta.position].tolist()
+    def _slot(self, cta: _Cta) -> list[int]:
+        return self.slots[cta.gpu][cta.position]
+
+    def _tile(self, layer: int) -> Tile:
+        return self.schedule.config.up if layer == UP else self.schedule.config.down
+
+    def _sums(self, layer: int) -> int:
+        """Steps that sum a tile: K of `up` in one, that of `down` a segment a step."""
+        return 1 if layer == UP else len(self.schedule.segments)
 
     def _segment(self, cta: _Cta) -> int:
         """The segment that the `down` tile of a CTA sums next."""
-        return self.schedule.circle(self._tile(cta)[4])[cta.summed]
+        return self.schedule.circle(self._slot(cta)[4])[cta.summed]
 
     def _missing(self, cta: _Cta) -> tuple[int, int] | None:
         """The first panel, and the segment in it, that the next step of a CTA waits for."""
-        layer, row, *_ = self._tile(cta)
-        if layer == UP:
+        layer, row, *_ = self._slot(cta)
+        if layer != DOWN or cta.summed == self._sums(layer):
             return None
         segment = self._segment(cta)
-        target = self.schedule.segment_tiles[segment]
+        target = self.schedule.segment_arrivals[segment]
         for panel in self.schedule.panels_of(row):
             if self.arrived[cta.gpu, panel, segment] < target:
                 return panel, segment
         return None
 
     def why_blocked(self, ctas: list[_Cta]) -> str:
-        gpu, missing = ctas[0].gpu, self._missing(ctas[0])
-        assert missing is not None
-        panel, segment = missing
+        blocked = f"all {len(ctas)} unfinished CTAs are blocked"
+        found = ((cta.gpu, missing) for cta in ctas if (missing := self._missing(cta)))
+        gpu, (panel, segment) = next(found, (0, (-1, -1)))
+        if panel < 0:
+            return f"{blocked}: each waits for other parts of its tile"
         return (
-            f"all {len(ctas)} unfinished CTAs are blocked: GPU {gpu} waits for panel {panel}, "
-            f"segment {segment}, target {self.schedule.segment_tiles[segment]}, "
+            f"{blocked}: GPU {gpu} waits for panel {panel}, "
+            f"segment {segment}, target {self.schedule.segment_arrivals[segment]}, "
             f"value {self.arrived[gpu, panel, segment]}"
         )
 
     def step(self, cta: _Cta) -> None:
-        """Takes the next step of a CTA; a tile that it completes goes to every destination."""
-        if self._tile(cta)[0] == UP:
-            self._up(cta)
+        """Takes the next step of a CTA; rows that it completes go to every destination."""
+        layer = self._slot(cta)[0]
+        if layer == NOTHING:
+            cta.next_slot()
+        elif cta.summed < self._sums(layer):
+            self._sum(cta, layer)
         else:
-            self._down(cta)
+            self._finish(cta, layer)
 
-    def _up(self, cta: _Cta) -> None:
-        _, row, local, col, segment = self._tile(cta)
-        tile = self.schedule.config.up
-        weight = self.local_weights[UP][cta.gpu][local : local + tile.n]
-        result = round_bf16(linear(self.x[row : row + tile.m], weight))
-        for gpu in self.schedule.y1_gpus:
-            self._store(UP, gpu, row, col, result)
-            self.arrived[gpu, row // tile.m, segment] += 1
-        cta.next_tile()
-
-    def _down(self, cta: _Cta) -> None:
+    def _sum(self, cta: _Cta, layer: int) -> None:
         """Adds one segment to the partial sums, in float32 and in the order of the schedule."""
-        _, row, local, col, _ = self._tile(cta)
-        tile, part = self.schedule.config.down, self.schedule.segments[self._segment(cta)]
-        y1 = self.y[UP][cta.gpu][row : row + tile.m, part.start : part.stop]
-        weight = self.local_weights[DOWN][cta.gpu][local : local + tile.n, part.start : part.stop]
-        added = linear(y1, weight)
+        _, row, local, _, _, part = self._slot(cta)
+        problem, tile = self.schedule.problem, self._tile(layer)
+        if layer == UP:
+            a, segment = self.x, Columns(0, problem.k)
+        else:
+            a, segment = self.y[UP][cta.gpu], self.schedule.segments[self._segment(cta)]
+        own = part_of(segment, part, tile.split_k)
+        weight = self.local_weights[layer][cta.gpu][local : local + tile.n, own.start : own.stop]
+        added = linear(a[row : row + tile.m, own.start : own.stop], weight)
         cta.partial = added if cta.partial is None else cta.partial + added
         cta.summed += 1
-        if cta.summed == len(self.schedule.segments):
-            for gpu in self.schedule.y2_gpus[cta.gpu]:
-                self._store(DOWN, gpu, row, col, cta.partial)
-            cta.next_tile()
+        if cta.summed == self._sums(layer):
+            self.parts.setdefault((cta.gpu, cta.position - part), {})[part] = cta.partial
+
+    def _finish(self, cta: _Cta, layer: int) -> None:
+        """Adds the other parts to the CTA's own, in their order, and stores the rows it owns."""
+        _, row, _, col, segment, part = self._slot(cta)
+        tile, parts = self._tile(layer), self.parts[cta.gpu, cta.position - part]
+        first = part * out_rows(tile)
+        own = slice(first, first + out_rows(tile))
+        result = parts[part][own]
+        for other in range(tile.split_k):
+            if other != part:
+                result = result + parts[other][own]
+        if layer == UP:
+            result = round_bf16(result)
+        for gpu in self.schedule.y1_gpus if layer == UP else self.schedule.y2_gpus[cta.gpu]:
+            if result.size or not part:  # the last rows of a ragged tile may be another part's
+                self._store(layer, gpu, row + first, col, result)
+            if layer == UP:
+                self.arrived[gpu, row // tile.m, segment] += 1
+        cta.next_slot()
 
     def _store(self, layer: int, gpu: int, row: int, col: int, result: Matrix) -> None:
         area = (slice(row, row + result.shape[0]), slice(col, col + result.shape[1]))

@@ -71,19 +71,8 @@ class Schedule:
         return tuple(count * self.config.up.split_k for count in self.segment_tiles)
 
     def slots(self, gpu: int) -> NDArray[np.int32]:
-        """What the CTAs of a GPU take: rows of (tile, part), CTA c of C takes rows c, c + C, ... .
-
-        The CTAs of a cluster are neighbours. A split tile fills `split_k` slots, one a part; rows
-        of NOTHING fill the last cluster of a layer.
-        """
-        tiles, cluster = self.tiles[gpu], self.config.cluster
-        parts = []
-        for layer, tile in ((UP, self.config.up), (DOWN, self.config.down)):
-            own = np.repeat(tiles[tiles[:, 0] == layer], tile.split_k, axis=0)
-            part = np.arange(len(own), dtype=np.int32) % tile.split_k
-            padding = np.full((-len(own) % cluster, 6), (NOTHING, 0, 0, 0, 0, 0), np.int32)
-            parts += [np.column_stack([own, part]), padding]
-        return np.concatenate(parts).astype(np.int32)
+        """What the CTAs of a GPU take: CTA c of C takes rows c, c + C, ... of `slots`."""
+        return slots(self.tiles[gpu], self.config)
 
     def senders(self, gpu: int) -> tuple[int, ...]:
         """Peers that store tiles of Y2 into `gpu`."""
@@ -122,6 +111,21 @@ def raster(layer: int, m: int, columns: Columns, tile: Tile, segment: int) -> ND
         for row in rows[first : first + tile.group_m]
     ]
     return np.array(order, dtype=np.int32).reshape(-1, 5)
+
+
+def slots(tiles: NDArray[np.int32], config: Config) -> NDArray[np.int32]:
+    """Rows of (tile, part) for CTAs in clusters, of all `up` tiles and then of all `down` tiles.
+
+    The CTAs of a cluster are neighbours. A split tile fills `split_k` slots, one a part; rows of
+    NOTHING fill the last cluster of a layer.
+    """
+    rows = []
+    for layer, tile in ((UP, config.up), (DOWN, config.down)):
+        own = np.repeat(tiles[tiles[:, 0] == layer], tile.split_k, axis=0)
+        part = np.arange(len(own), dtype=np.int32) % tile.split_k
+        padding = np.full((-len(own) % config.cluster, 6), (NOTHING, 0, 0, 0, 0, 0), np.int32)
+        rows += [np.column_stack([own, part]), padding]
+    return np.concatenate(rows).astype(np.int32)
 
 
 def build(problem: Problem, config: Config) -> Schedule:

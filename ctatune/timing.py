@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from cuda.core import EventOptions
 
+from ctatune.abi import ERROR, POLL_TIMEOUT_NS, raise_poll_error
 from ctatune.gpus import LINE_BYTES, Arena, Gpus
-from ctatune.launch import ERROR, POLL_TIMEOUT_NS, raise_poll_error
 
 Call = Callable[[int], None]  # enqueue one call on the operand set of that number
 

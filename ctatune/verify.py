@@ -1,18 +1,15 @@
 """Compares a method's output with a double-precision reference and with the one-GPU kernel."""
 
-# cuda-python ships no type stubs.
-# pyright: reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
 import numpy as np
-from cuda.bindings import driver
 
-from ctatune.gpus import Arena, Gpus, check
-from ctatune.launch import BF16_BYTES, Mlp, Operands
+from ctatune.abi import BF16_BYTES
+from ctatune.gpus import Arena, Gpus
+from ctatune.launch import Mlp, Operands
 from ctatune.operands import Inputs
 from ctatune.problem import Problem
 from ctatune.records import RELATIVE_LIMIT, WORST_LIMIT, Verification
@@ -44,8 +41,9 @@ class Reference:
 
     def one_gpu(self, arena: Arena, schedule: Schedule) -> int:
         """Y2 (bf16, on GPU 0, in `arena`) of the same kernel with the same tiles on one GPU."""
-        y2 = arena.alloc(0, self.problem.m * self.problem.n * BF16_BYTES)
-        check(driver.cuMemsetD8(y2, 0xFF, self.problem.m * self.problem.n * BF16_BYTES))
+        nbytes = self.problem.m * self.problem.n * BF16_BYTES
+        y2 = arena.alloc(0, nbytes)
+        self._gpus.fill(0, y2, 0xFF, nbytes)
         operands = Operands(x=(self.x,), w_up=(self.w_up,), w_down=(self.w_down,), y2=(y2,))
         mlp = Mlp(self._gpus, arena, alone(schedule), [operands])
         mlp.call()
@@ -80,8 +78,7 @@ def verify(
     """
     problem = reference.problem
     for gpu, pointer in y2.items():
-        gpus.use(gpu)
-        check(driver.cuMemsetD8(pointer, 0xFF, problem.m * problem.n * BF16_BYTES))
+        gpus.fill(gpu, pointer, 0xFF, problem.m * problem.n * BF16_BYTES)
     gpus.sync()
     run()
     gpus.sync()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from ctatune.config import Config, Tile
 from ctatune.errors import CtatuneError
 from ctatune.problem import Output, Problem
 from ctatune.records import RELATIVE_LIMIT, WORST_LIMIT
+from ctatune.reference import Matrix
 from ctatune.schedule import build
 from ctatune.space import SHAPES, default_split, why_invalid
 from ctatune.telemetry import gpu_count
@@ -20,15 +22,21 @@ from ctatune.telemetry import gpu_count
 Proves = Callable[..., bool]
 
 
+@cache
+def numpy_case(m: int, k: int, h: int, n: int) -> tuple[tuple[Matrix, Matrix, Matrix], Matrix]:
+    """Inputs of a size, and the Y2 that they give."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((m, k), dtype=np.float32)
+    w_up = rng.standard_normal((h, k), dtype=np.float32) * np.float32(k**-0.5)
+    w_down = rng.standard_normal((n, h), dtype=np.float32) * np.float32(h**-0.5)
+    return (x, w_up, w_down), reference.expected(x, w_up, w_down)
+
+
 def numpy_proves(problem: Problem, config: Config, *, skip_wait: bool = False) -> bool:
     """Whether the NumPy executor gives the right Y2 where it is promised, and nothing elsewhere."""
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((problem.m, problem.k), dtype=np.float32)
-    w_up = rng.standard_normal((problem.h, problem.k), dtype=np.float32) * problem.k**-0.5
-    w_down = rng.standard_normal((problem.n, problem.h), dtype=np.float32) * problem.h**-0.5
+    inputs, expected = numpy_case(problem.m, problem.k, problem.h, problem.n)
     schedule = build(problem, config)
-    outputs = reference.execute(schedule, x, w_up, w_down, skip_wait=skip_wait)
-    expected = reference.expected(x, w_up, w_down)
+    outputs = reference.execute(schedule, *inputs, ctas=8, skip_wait=skip_wait)
     for gpu, output in enumerate(outputs):
         promised = np.zeros(problem.n, dtype=bool)
         for sender, receivers in enumerate(schedule.y2_gpus):
@@ -104,6 +112,100 @@ def test_layers_with_different_tiles(proves, tiles):
     config = replace(config_of(2, (128, 128, 3, 2)), up=up, down=down)
     assert why_invalid(config, problem) is None
     assert proves(problem, config)
+
+
+SMALL = Tile(m=64, n=64, split_k=2)
+FEATURES = {  # (up, down, stages, slabs, more): what a tile can do besides its size
+    "16 rows": (Tile(m=16, n=64), Tile(m=16, n=64), 13, 2, {"direct": True}),
+    "32 rows, slabs": (Tile(m=32, n=128), Tile(m=32, n=128), 8, 2, {}),
+    "split 2, direct": (SMALL, SMALL, 13, 2, {"direct": True}),
+    "split 2, slabs": (Tile(m=128, n=128, split_k=2), Tile(m=128, n=128, split_k=2), 4, 2, {}),
+    "split 4, slabs": (Tile(m=64, n=128, split_k=4), Tile(m=64, n=128, split_k=4), 6, 2, {}),
+    "split 4, 16 rows": (
+        Tile(m=16, n=64, split_k=4),
+        Tile(m=16, n=64, split_k=4),
+        12,
+        2,
+        {"direct": True},
+    ),
+    "split of down": (Tile(m=64, n=128), Tile(m=64, n=128, split_k=2), 6, 2, {}),
+    "split of up": (Tile(m=64, n=128, split_k=2), Tile(m=64, n=256), 7, 2, {"direct": True}),
+    "direct": (Tile(m=128, n=256), Tile(m=128, n=256), 4, 2, {"direct": True}),
+    "multicast": (
+        Tile(m=128, n=256, group_m=2),
+        Tile(m=128, n=256, group_m=4),
+        4,
+        2,
+        {"multicast": True},
+    ),
+    "multicast, direct": (
+        Tile(m=128, n=128, group_m=2),
+        Tile(m=128, n=128, group_m=2),
+        6,
+        2,
+        {"multicast": True, "direct": True},
+    ),
+    "two rings": (Tile(m=128, n=256), Tile(m=64, n=128), 3, 4, {}),
+    "two rings, wide down": (Tile(m=64, n=128), Tile(m=128, n=192), 6, 3, {}),
+    "two rings, direct": (Tile(m=64, n=128), Tile(m=64, n=256), 7, 2, {"direct": True}),
+    "two rings, split": (
+        Tile(m=64, n=128, split_k=2),
+        Tile(m=64, n=256, split_k=2),
+        7,
+        2,
+        {"direct": True},
+    ),
+    "two rings, multicast": (
+        Tile(m=128, n=256, group_m=2),
+        Tile(m=128, n=128, group_m=2),
+        4,
+        2,
+        {"multicast": True},
+    ),
+}
+
+
+def featured(name: str, gpus: int) -> Config:
+    up, down, stages, slabs, more = FEATURES[name]
+    split = default_split(gpus)
+    return Config(up=up, down=down, stages=stages, d_slabs=slabs, stage_split=split, **more)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("sizes", RAGGED, ids=lambda s: "x".join(map(str, s)))
+def test_every_feature_at_ragged_sizes(proves, gpus, name, sizes):
+    gpus_or_skip(gpus, proves)
+    m, k, h, n = sizes
+    problem, config = Problem(m=m, k=k, h=h, n=n, gpus=gpus), featured(name, gpus)
+    if config.multicast and m <= 128:
+        pytest.skip("a multicast pair needs two tile rows")
+    assert why_invalid(config, problem) is None
+    assert proves(problem, config)
+
+
+@pytest.mark.parametrize("output", ["replicated", "sharded", "last"])
+@pytest.mark.parametrize("mix", [0.5, 0.0])
+@pytest.mark.parametrize("name", ["split 2, direct", "split 2, slabs", "multicast", "two rings"])
+def test_features_in_a_pipeline(proves, name, mix: float, output: Output):
+    gpus_or_skip(2, proves)
+    problem = Problem(m=384 if name != "multicast" else 512, k=128, h=768, n=520, gpus=2)
+    problem = replace(problem, output=output)
+    config = replace(featured(name, 2), mix=mix)
+    assert why_invalid(config, problem) is None
+    assert proves(problem, config)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("name", ["split 2, direct", "split 4, slabs", "two rings"])
+def test_a_feature_that_does_not_wait_is_caught(proves, gpus, name):
+    gpus_or_skip(gpus, proves)
+    problem = Problem(m=512, k=1024, h=2048, n=1024, gpus=gpus)
+    try:
+        right = proves(problem, featured(name, gpus), skip_wait=True)
+    except CtatuneError:
+        right = False
+    assert not right
 
 
 @pytest.mark.parametrize("gpus", [1, 2])

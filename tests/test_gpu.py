@@ -10,13 +10,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ctatune import launch, space
-from ctatune.config import Baseline, Config
+from ctatune import abi, space
+from ctatune.abi import BF16_BYTES
+from ctatune.config import Baseline, Config, Tile
 from ctatune.errors import PipelineTimeoutError
-from ctatune.launch import BF16_BYTES, Mlp
+from ctatune.gemm import Gemm
+from ctatune.gpus import check
+from ctatune.launch import Mlp
 from ctatune.operands import Inputs, place
 from ctatune.problem import Problem
-from ctatune.schedule import build
+from ctatune.records import RELATIVE_LIMIT, WORST_LIMIT
+from ctatune.schedule import Columns, build
 from ctatune.space import default_config
 from ctatune.worker import Worker
 
@@ -46,7 +50,7 @@ def outputs_of_calls(bench, problem: Problem, config: Config, *, late: bool) -> 
             for gpu, copies in enumerate(kept):
                 gpus.use(gpu)
                 stream = gpus.streams[gpu].handle
-                launch.check(driver.cuMemcpyDtoDAsync(copies[i], sets[0].y2[gpu], nbytes, stream))
+                check(driver.cuMemcpyDtoDAsync(copies[i], sets[0].y2[gpu], nbytes, stream))
         gpus.sync()
         mlp.check()
         return [
@@ -71,7 +75,7 @@ def test_calls_back_to_back_with_a_late_gpu(bench, mix):
 @pytest.mark.gpus(2)
 def test_a_peer_that_never_starts_ends_in_an_error(bench, monkeypatch):
     """One GPU is not launched: the other one's polls run out and say what they waited for."""
-    monkeypatch.setattr(launch, "POLL_TIMEOUT_NS", 20_000_000)
+    monkeypatch.setattr(abi, "POLL_TIMEOUT_NS", 20_000_000)
     problem = Problem(m=256, k=256, h=512, n=256, gpus=2)
     gpus = bench.gpus
     with gpus.arena() as arena:
@@ -83,6 +87,65 @@ def test_a_peer_that_never_starts_ends_in_an_error(bench, monkeypatch):
         awaited = r"(panel \d of Y1|the start of GPU 1|Y2 of its peers): target \d+, value \d+"
         with pytest.raises(PipelineTimeoutError, match=r"GPU 0 waited .* for " + awaited):
             mlp.check()
+
+
+def prove_gemm(bench, gpu: int, config: Config, sizes: tuple[int, int, int]) -> None:
+    """Three calls in flight over two sets, outputs poisoned, against the reference."""
+    (m, n, k), gpus = sizes, bench.gpus
+    with gpus.arena() as arena:
+        inputs = Inputs(gpus, arena, Problem(m=m, k=k, h=n, n=8), 3)
+        sets = [
+            (inputs.x(gpu, i), inputs.w_up(gpu, Columns(0, n), i), arena.alloc(gpu, m * n * 2))
+            for i in range(2)
+        ]
+        gemm = Gemm(gpus, arena, gpu, config, m, n, k, sets)
+        for _, _, y in sets:
+            gpus.fill(gpu, y, 0xFF, m * n * BF16_BYTES)
+        for which in (0, 1, 2):
+            gemm.call(which)
+        gpus.sync()
+        gemm.check()
+        wanted = arena.alloc(gpu, m * n * 4)
+        grid, edges = (-(-n // 64), -(-m // 64)), [np.int32(size) for size in sizes]
+        for x, w, y in sets:
+            gpus.support("reference_gemm", gpu, grid, 256, x, w, 0, wanted, *edges)
+            want = gpus.download(gpu, wanted, (m, n), np.float32)
+            bits = gpus.download(gpu, y, (m, n), np.uint16).astype(np.uint32)
+            difference = (bits << np.uint32(16)).view(np.float32) - want
+            assert np.linalg.norm(difference) <= RELATIVE_LIMIT * np.linalg.norm(want)
+            assert np.abs(difference).max() <= WORST_LIMIT * want.std()
+
+
+WIDE, SMALL = Tile(m=128, n=256, group_m=4), Tile(m=64, n=64, split_k=2)
+GEMMS = {
+    "128x256": Config(up=WIDE, down=WIDE, stages=3, d_slabs=4),
+    "64x64/k2": Config(up=SMALL, down=SMALL, stages=13, d_slabs=2, direct=True),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", GEMMS.values(), ids=list(GEMMS))
+@pytest.mark.parametrize(
+    "sizes", [(200, 712, 328), (1, 8, 8), (2048, 8192, 4096)], ids=lambda s: "x".join(map(str, s))
+)
+def test_a_gemm_is_right(bench, config, sizes):
+    for gpu in range(len(bench.gpus)):
+        prove_gemm(bench, gpu, config, sizes)
+
+
+@pytest.mark.gpu
+def test_memory_is_filled_before_what_follows_on_the_stream(bench):
+    """The poison of a large Y1 was once still being written when the kernel ran."""
+    gpus, nbytes = bench.gpus, 1 << 30
+    with gpus.arena() as arena:
+        large, kept = arena.alloc(0, nbytes), arena.alloc(0, nbytes)
+        gpus.fill(0, large, 0xFF, nbytes)
+        gpus.copy(kept, large, nbytes, gpus.streams[0])
+        gpus.fill(0, large, 0, nbytes)
+        gpus.copy(kept, large, nbytes // 2, gpus.streams[0])
+        seen = gpus.download(0, kept, (nbytes,), np.uint8)
+        assert not seen[: nbytes // 2].any()
+        assert (seen[nbytes // 2 :] == 0xFF).all()
 
 
 @pytest.mark.gpu

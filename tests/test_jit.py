@@ -25,10 +25,14 @@ def test_preamble_reads_as_text():
     assert jit.preamble(CONFIG) == (
         "constexpr int kUpM = 128;\n"
         "constexpr int kUpN = 256;\n"
+        "constexpr int kUpSplit = 1;\n"
         "constexpr int kDownM = 128;\n"
         "constexpr int kDownN = 256;\n"
+        "constexpr int kDownSplit = 1;\n"
         "constexpr int kStages = 3;\n"
         "constexpr int kSlabs = 4;\n"
+        "constexpr bool kMulticast = false;\n"
+        "constexpr bool kDirect = false;\n"
         "constexpr bool kSkipWait = false;\n"
     )
 

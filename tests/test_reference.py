@@ -1,5 +1,6 @@
 """The NumPy executor: right where a schedule is right, loud where it is corrupted."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -11,8 +12,8 @@ from numpy.typing import NDArray
 from ctatune.config import Config, Tile
 from ctatune.errors import ScheduleError
 from ctatune.problem import OUTPUTS, Output, Problem
-from ctatune.reference import execute, expected, round_bf16
-from ctatune.schedule import DOWN, UP, Schedule, alone, build
+from ctatune.reference import execute, expected, part_of, round_bf16
+from ctatune.schedule import DOWN, NOTHING, UP, Columns, Schedule, alone, build
 
 Matrix = NDArray[np.float32]
 Inputs = tuple[Matrix, Matrix, Matrix]
@@ -28,10 +29,10 @@ def inputs(problem: Problem, seed: int = 0, *, exact: bool = True) -> Inputs:
 
 
 def make(
-    mix: float = 0.5, *, gpus: int = 2, output: Output = "replicated", group_m: int = 1
+    mix: float = 0.5, *, gpus: int = 2, output: Output = "replicated", split_k: int = 1
 ) -> Schedule:
     problem = Problem(m=200, k=72, h=328, n=264, gpus=gpus, output=output)
-    up, down = Tile(m=64, n=64, group_m=group_m), Tile(m=128, n=64)
+    up, down = Tile(m=64, n=64, split_k=split_k), Tile(m=128, n=64, split_k=split_k)
     split = (max(1, gpus // 2), gpus - max(1, gpus // 2))
     config = Config(up=up, down=down, stages=3, d_slabs=4, mix=mix, stage_split=split)
     return build(problem, config)
@@ -63,7 +64,7 @@ def test_ragged_sizes_are_exact(output: Output, gpus: int, mix: float) -> None:
 
 tiles = st.builds(
     Tile,
-    m=st.sampled_from([64, 128]),
+    m=st.sampled_from([16, 32, 64, 128]),
     n=st.sampled_from([64, 128, 192]),
     group_m=st.integers(1, 4),
 )
@@ -82,9 +83,10 @@ def schedules(draw: st.DrawFn) -> Schedule:
         output=draw(st.sampled_from(OUTPUTS)),
     )
     p_up = draw(st.integers(1, max(1, gpus - 1)))
+    splits = st.sampled_from([1, draw(st.sampled_from([1, 2, 4]))])
     config = Config(
-        up=draw(tiles),
-        down=draw(tiles),
+        up=replace(draw(tiles), split_k=draw(splits)),
+        down=replace(draw(tiles), split_k=draw(splits)),
         stages=3,
         d_slabs=4,
         stage_split=(p_up, gpus - p_up),
@@ -128,8 +130,9 @@ def test_expected_rounds_y1_to_bf16() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("mix", [0.0, 1.0])
-def test_without_the_wait_results_are_wrong(mix: float, seed: int) -> None:
-    schedule = make(mix)
+@pytest.mark.parametrize("split_k", [1, 2])
+def test_without_the_wait_results_are_wrong(mix: float, seed: int, split_k: int) -> None:
+    schedule = make(mix, split_k=split_k)
     results = execute(schedule, *inputs(schedule.problem), order_seed=seed, skip_wait=True)
     assert any(np.isnan(y2).any() for y2 in results)
 
@@ -199,11 +202,45 @@ def test_a_missing_down_tile_is_noticed() -> None:
         run(with_tiles(good, 1, good.tiles[1][:-1]))
 
 
-def test_down_before_up_blocks() -> None:
-    good = make(1.0)
-    backwards = replace(good, tiles=tuple(tiles[::-1] for tiles in good.tiles))
+def test_down_before_up_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    forwards = Schedule.slots
+    monkeypatch.setattr(Schedule, "slots", lambda self, gpu: forwards(self, gpu)[::-1])
     with pytest.raises(ScheduleError, match="all 2 unfinished CTAs are blocked"):
-        execute(backwards, *inputs(good.problem), ctas=1)
+        execute(make(1.0), *inputs(make(1.0).problem), ctas=1)
+
+
+def with_slots(
+    monkeypatch: pytest.MonkeyPatch, edit: Callable[[NDArray[np.int32]], object]
+) -> None:
+    """Every schedule has its slots changed in place."""
+    right = Schedule.slots
+
+    def wrong(self: Schedule, gpu: int) -> NDArray[np.int32]:
+        slots = right(self, gpu)
+        edit(slots)
+        return slots
+
+    monkeypatch.setattr(Schedule, "slots", wrong)
+
+
+def test_a_part_of_up_twice_blocks_the_whole_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Part 1 of the first tile is part 0 again: neither can finish, and no `down` tile begins."""
+    with_slots(monkeypatch, lambda slots: slots[1].__setitem__(5, 0))
+    with pytest.raises(ScheduleError, match=r"all .* unfinished CTAs are blocked"):
+        run(make(1.0, split_k=2))
+
+
+def test_a_part_that_is_missing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The panel counts every part: with one tile of four gone, 6 of 8 arrive."""
+    with_slots(monkeypatch, lambda slots: slots[:2].__setitem__((slice(None), 0), NOTHING))
+    with pytest.raises(ScheduleError, match="waits for panel 0, segment 0, target 8, value 6"):
+        run(make(split_k=2))
+
+
+def test_parts_take_whole_blocks_of_k() -> None:
+    parts = [part_of(Columns(64, 328), part, 4) for part in range(4)]
+    assert parts == [(64, 128), (128, 192), (192, 256), (256, 328)]
+    assert [part_of(Columns(0, 72), part, 4).width for part in range(4)] == [0, 64, 0, 8]
 
 
 def test_y1_sent_to_too_few_blocks() -> None:

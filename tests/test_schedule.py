@@ -1,6 +1,7 @@
 """Schedules: every output tile exactly once, columns that partition, up before down."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +11,18 @@ from hypothesis import strategies as st
 
 from ctatune.config import Config, Tile
 from ctatune.problem import OUTPUTS, Problem
-from ctatune.schedule import DOWN, UP, Columns, Schedule, alone, build, shares, split_columns
+from ctatune.schedule import (
+    DOWN,
+    NOTHING,
+    UP,
+    Columns,
+    Schedule,
+    alone,
+    build,
+    shares,
+    split_columns,
+)
+from ctatune.space import default_split, why_invalid
 
 sizes = st.integers(1, 160).map(lambda n: 8 * n)
 tiles = st.builds(
@@ -34,13 +46,16 @@ def schedules(draw: st.DrawFn) -> Schedule:
         gpus=gpus,
         output=draw(st.sampled_from(OUTPUTS)),
     )
+    split = draw(st.sampled_from([1, 2, 4]))
+    splits = st.sampled_from([1, split])
     config = Config(
-        up=draw(tiles),
-        down=draw(tiles),
+        up=replace(draw(tiles), split_k=draw(splits)),
+        down=replace(draw(tiles), split_k=draw(splits)),
         stages=3,
         d_slabs=4,
         mix=draw(st.floats(0, 1)) if gpus > 1 else 1.0,
         stage_split=(p_up, gpus - p_up),
+        multicast=split == 1 and draw(st.booleans()),
     )
     return build(problem, config)
 
@@ -132,6 +147,76 @@ def test_arrivals_complete_every_segment_of_every_panel(schedule: Schedule) -> N
         (panel, segment): count
         for panel in range(schedule.panels)
         for segment, count in enumerate(schedule.segment_tiles)
+    }
+
+
+@relaxed
+@given(schedules())
+def test_slots_hold_every_part_of_every_tile_once(schedule: Schedule) -> None:
+    for gpu, tiles_of_gpu in enumerate(schedule.tiles):
+        wanted = Counter(
+            (*tile, part)
+            for tile in tiles_of_gpu.tolist()
+            for part in range(layer_tiles(schedule)[tile[0]].split_k)
+        )
+        found = [tuple(slot) for slot in schedule.slots(gpu).tolist() if slot[0] != NOTHING]
+        assert Counter(found) == wanted
+        assert [slot[0] for slot in found] == sorted(slot[0] for slot in found)  # up before down
+
+
+@relaxed
+@given(schedules())
+def test_slots_come_in_whole_clusters_of_one_layer(schedule: Schedule) -> None:
+    """A kernel of clusters deadlocks or sums wrongly otherwise: parts of a tile are neighbours."""
+    cluster = schedule.config.cluster
+    for gpu in range(schedule.problem.gpus):
+        slots = schedule.slots(gpu)
+        assert len(slots) % cluster == 0
+        padding = 0
+        for ctas in slots.reshape(-1, cluster, 6):
+            layers = ctas[:, 0].tolist()
+            assert layers == sorted(layers)  # what is empty stands behind tiles
+            assert layers[0] != NOTHING
+            assert set(layers) <= {layers[0], NOTHING}
+            padding += layers[-1] == NOTHING
+            split = layer_tiles(schedule)[layers[0]].split_k
+            for parts in ctas[ctas[:, 0] != NOTHING].reshape(-1, split, 6).tolist():
+                assert [slot[5] for slot in parts] == list(range(split))
+                assert len({tuple(slot[:5]) for slot in parts}) == 1
+        assert padding <= 2  # the last cluster of each layer
+
+
+@relaxed
+@given(st.integers(1, 6), st.integers(1, 4), sizes, sizes, st.integers(1, 4))
+def test_a_multicast_pair_has_the_same_weights(
+    pairs: int, groups: int, h: int, n: int, gpus: int
+) -> None:
+    """Two CTAs that load one weight tile together have tiles one above the other."""
+    tile = Tile(m=128, n=256, group_m=2 * groups)
+    config = Config(up=tile, down=tile, stages=4, d_slabs=2, multicast=True)
+    problem = Problem(m=256 * pairs - 100, k=64, h=h, n=n, gpus=gpus)
+    config = replace(config, stage_split=default_split(gpus))
+    assert why_invalid(config, problem) is None
+    schedule = build(problem, config)
+    for gpu in range(gpus):
+        for upper, lower in schedule.slots(gpu).reshape(-1, 2, 6).tolist():
+            assert lower == [upper[0], upper[1] + 128, *upper[2:]]
+            assert upper[1] % 256 == 0
+
+
+@relaxed
+@given(schedules())
+def test_a_panel_counts_every_part(schedule: Schedule) -> None:
+    arrivals = Counter(
+        (slot[1] // schedule.config.up.m, slot[4])
+        for gpu in range(schedule.problem.gpus)
+        for slot in schedule.slots(gpu).tolist()
+        if slot[0] == UP
+    )
+    assert arrivals == {
+        (panel, segment): count
+        for panel in range(schedule.panels)
+        for segment, count in enumerate(schedule.segment_arrivals)
     }
 
 

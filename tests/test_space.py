@@ -15,6 +15,8 @@ from ctatune.space import (
     candidates,
     default_config,
     default_split,
+    down_stages,
+    math_groups,
     smem_bytes,
     why_invalid,
 )
@@ -80,6 +82,28 @@ def test_rules_of_a_tile(layer: str, tile: Tile, slabs: int, words: tuple[str, .
     [
         ({"stages": 1}, ("stages must be at least 2", "1")),
         ({"d_slabs": 0}, ("d_slabs must be at least 1", "0")),
+        ({"up": Tile(m=128, n=256, split_k=3)}, ("split_k must be 1, 2 or 4", "3 and 1")),
+        (
+            {"up": Tile(m=128, n=128, split_k=2), "down": Tile(m=128, n=128, split_k=4)},
+            ("the same in both layers", "2 and 4"),
+        ),
+        ({"up": Tile(m=256, n=128, split_k=2)}, ("split_k needs a tile m of at most 128",)),
+        ({"up": Tile(m=128, n=256, split_k=2), "multicast": True}, ("exclude each other",)),
+        ({"multicast": True}, ("even number of tile rows and an even group", "8 in groups of 1")),
+        ({"direct": True}, ("direct stores", "2 d_slabs")),
+        ({"direct": True, "d_slabs": 2, "pace_us": 8.0}, ("direct stores go at no pace",)),
+        (
+            {"ctas": 131, "down": Tile(m=128, n=256, split_k=2), "stages": 2, "d_slabs": 2},
+            ("multiple of the cluster (2)", "131"),
+        ),
+        (
+            {"up": Tile(m=64, n=64), "down": Tile(m=256, n=128), "stages": 5, "d_slabs": 1},
+            ("tile n must be a multiple of 128", "64"),
+        ),
+        (
+            {"up": Tile(m=64, n=128), "down": Tile(m=256, n=128), "d_slabs": 2},
+            ("stages must be at least 2", "3 of up, 1 of down"),
+        ),
         ({"stages": 4}, ("shared memory", str(SMEM_BYTES), str(smem_bytes(GOOD) + 49152 + 16))),
         ({"pace_us": 8.0, "d_slabs": 3}, ("pace_us needs room for a whole tile", "3")),
         ({"pace_us": 8.0, "d_slabs": 2, "up": Tile(m=128, n=128)}, ("pace_us needs", "2")),
@@ -108,12 +132,12 @@ def test_the_device_says_how_many_sms_there_are() -> None:
 @pytest.mark.parametrize(
     ("shape", "wanted_bytes"),
     [
-        # ring + slabs + 16 bytes of barriers for each stage and slab
-        ((128, 256, 3, 4), 147_456 + 65_536 + 7 * 16),
-        ((128, 256, 4, 2), 196_608 + 32_768 + 6 * 16),
-        ((256, 128, 3, 2), 147_456 + 65_536 + 5 * 16),
-        ((128, 128, 6, 2), 196_608 + 32_768 + 8 * 16),
-        ((64, 128, 8, 2), 196_608 + 16_384 + 10 * 16),
+        # ring + slabs + 16 bytes of barriers for each stage and slab, and for sums and receivers
+        ((128, 256, 3, 4), 147_456 + 65_536 + (3 + 4 + 2) * 16),
+        ((128, 256, 4, 2), 196_608 + 32_768 + (4 + 2 + 2) * 16),
+        ((256, 128, 3, 2), 147_456 + 65_536 + (3 + 2 + 2) * 16),
+        ((128, 128, 6, 2), 196_608 + 32_768 + (6 + 2 + 2) * 16),
+        ((64, 128, 8, 2), 196_608 + 16_384 + (8 + 2 + 2) * 16),
     ],
 )
 def test_shared_memory(shape: tuple[int, int, int, int], wanted_bytes: int) -> None:
@@ -123,10 +147,43 @@ def test_shared_memory(shape: tuple[int, int, int, int], wanted_bytes: int) -> N
     assert smem_bytes(config) == wanted_bytes <= SMEM_BYTES
 
 
-def test_shared_memory_holds_the_larger_of_two_tiles() -> None:
-    mixed = replace(GOOD, up=Tile(m=256, n=64), down=Tile(m=128, n=256))
-    wide = Tile(m=256, n=256)
-    assert smem_bytes(mixed) == smem_bytes(replace(GOOD, up=wide, down=wide))
+@pytest.mark.parametrize(
+    ("up", "down", "stages", "down_stages_wanted"),
+    [((128, 256), (64, 128), 3, 6), ((64, 128), (128, 256), 8, 4), ((64, 128), (128, 192), 5, 3)],
+)
+def test_down_divides_the_ring_of_up_anew(
+    up: tuple[int, int], down: tuple[int, int], stages: int, down_stages_wanted: int
+) -> None:
+    """Unequal tiles: one memory, two sets of barriers as deep as the deeper ring, larger slabs."""
+    tiles = [Tile(m=m, n=n) for m, n in (up, down)]
+    config = Config(up=tiles[0], down=tiles[1], stages=stages, d_slabs=2)
+    assert down_stages(config) == down_stages_wanted
+    ring = stages * (up[0] + up[1]) * 128
+    slabs = 2 * max(up[0], down[0]) * 128
+    depth = max(stages, down_stages_wanted)
+    assert smem_bytes(config) == ring + slabs + (2 * depth + 2 + 2) * 16
+
+
+def test_the_order_of_tiles_and_the_split_leave_one_ring() -> None:
+    ordered = replace(GOOD, up=replace(BIG, group_m=8))
+    assert smem_bytes(ordered) == smem_bytes(GOOD)
+
+
+def test_split_tiles_have_room_for_the_sums_of_the_others_and_smaller_slabs() -> None:
+    tile = Tile(m=128, n=128, split_k=4)
+    config = Config(up=tile, down=tile, stages=4, d_slabs=2)
+    ring, slabs, sums = 4 * 32_768, 2 * 32 * 128, 3 * 32 * 128 * 4
+    assert smem_bytes(config) == ring + slabs + sums + (4 + 2 + 2) * 16
+    direct = replace(config, direct=True)  # no slabs: results go from registers
+    assert smem_bytes(direct) == smem_bytes(config) - slabs
+
+
+def test_one_small_tile_needs_one_math_group() -> None:
+    tile = Tile(m=64, n=64, split_k=2)
+    config = Config(up=tile, down=tile, stages=13, d_slabs=2, direct=True)
+    assert math_groups(config) == 1
+    assert why_invalid(config, PROBLEM) is None
+    assert math_groups(replace(config, down=Tile(m=64, n=128, split_k=2))) == 2
 
 
 @pytest.mark.parametrize("shape", SHAPES)

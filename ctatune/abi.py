@@ -1,0 +1,192 @@
+"""What host and kernel agree on: the structs of kernels/mlp.cu and how arguments are written.
+
+A change of `struct Params` there needs the same change of PARAMS here (tests/test_abi.py).
+"""
+
+# cuda-python ships no type stubs.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from cuda.bindings import driver
+from numpy.typing import NDArray
+
+from ctatune.config import Config, Tile
+from ctatune.errors import PipelineTimeoutError
+from ctatune.gpus import LINE_BYTES, Arena, Gpus, check
+from ctatune.problem import MAX_GPUS
+from ctatune.space import TILE_K, out_rows
+
+GROUP_THREADS = 128
+SEGMENT_UNIT = 256
+BF16_BYTES = 2
+POLL_TIMEOUT_NS = 2_000_000_000
+
+PARAMS = np.dtype(
+    [
+        ("x", "V128"),
+        ("w_up", "V128"),
+        ("w_down", "V128"),
+        ("y1", "V128"),
+        ("y1_out", "V128", MAX_GPUS),
+        ("y2_out", "V128", MAX_GPUS),
+        ("y1_to", "u8", MAX_GPUS),
+        ("y2_to", "u8", MAX_GPUS),
+        ("panels_out", "u8", MAX_GPUS),
+        ("arrived_out", "u8", MAX_GPUS),
+        ("started_out", "u8", MAX_GPUS),
+        ("panels", "u8"),
+        ("started", "u8"),
+        ("arrived", "u8"),
+        ("calls", "u8"),
+        ("error", "u8"),
+        ("tiles", "u8"),
+        ("stamps", "u8"),
+        ("timeout_ns", "i8"),
+        ("tile_count", "i4"),
+        ("m", "i4"),
+        ("h", "i4"),
+        ("n", "i4"),
+        ("up_k_blocks", "i4"),
+        ("x_box_bytes", "i4"),
+        ("y1_box_bytes", "i4"),
+        ("panel_count", "i4"),
+        ("segment_count", "i4"),
+        ("arrivals", "i4"),
+        ("pace_ns", "i4"),
+        ("y1_parity", "i4"),
+        ("segment_tiles", "i4", MAX_GPUS),
+        ("segment_block", "i4", MAX_GPUS + 1),
+        ("y1_outs", "i4"),
+        ("y2_outs", "i4"),
+        ("arrived_outs", "i4"),
+        ("peers", "i4"),
+        ("y1_own", "i4"),
+        ("y2_own", "i4"),
+        ("y1_gpu", "i4", MAX_GPUS),
+        ("y2_gpu", "i4", MAX_GPUS),
+        ("padding", "V52"),  # the struct is aligned to 128 bytes
+    ],
+    align=True,
+)
+STAMPS = (
+    "math_waits",
+    "math_starts",
+    "math_ends",
+    "slabs_written",
+    "store_starts",
+    "stored",
+    "load_starts",
+    "panel_ready",
+)
+ERROR = np.dtype([("code", "u4"), ("index", "u4"), ("target", "u4"), ("value", "u4")])
+_AWAITED = {1: "panel {} of Y1", 2: "the start of GPU {}", 3: "Y2 of its peers", 4: "the barrier"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flags:
+    """The flags of one GPU that one placed kernel owns: pointers to zeroed lines."""
+
+    panels: int
+    started: int
+    arrived: int
+    calls: int
+    error: int
+
+    @classmethod
+    def place(cls, arena: Arena, gpu: int, panels: int) -> Flags:
+        """New flags on `gpu`, with `panels` counters of panels for each parity of a call."""
+        return cls(
+            panels=arena.zeros(gpu, 2 * panels * LINE_BYTES),
+            started=arena.zeros(gpu, MAX_GPUS * LINE_BYTES),
+            arrived=arena.zeros(gpu, LINE_BYTES),
+            calls=arena.zeros(gpu, 2 * LINE_BYTES),
+            error=arena.zeros(gpu, ERROR.itemsize),
+        )
+
+    def write(self, block: Any) -> None:
+        """Make them the own flags of a parameter block, with the time that a poll may take."""
+        block["panels"], block["started"] = self.panels, self.started
+        block["arrived"], block["calls"] = self.arrived, self.calls
+        block["error"], block["timeout_ns"] = self.error, POLL_TIMEOUT_NS
+
+
+class Argument:
+    """A parameter block as the driver takes it: the address of an array with its address."""
+
+    def __init__(self, block: NDArray[Any]) -> None:
+        self._block = block
+        self._pointers = (ctypes.c_void_p * 1)(block.ctypes.data)
+        self.address = ctypes.addressof(self._pointers)
+
+
+def tensor_map(pointer: int, sizes: tuple[int, ...], box_rows: int) -> np.void:
+    """A TMA descriptor for bf16 rows: 64-column boxes of `box_rows` rows in the 128-byte swizzle.
+
+    `sizes` is (planes?, rows, columns), outermost first, as in NumPy.
+    """
+    inner_first = sizes[::-1]
+    strides, pitch = [], BF16_BYTES
+    for size in inner_first[:-1]:
+        pitch *= size
+        strides.append(driver.cuuint64_t(pitch))
+    boxes = [TILE_K, box_rows, 1][: len(sizes)]
+    encoded = check(
+        driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            len(sizes),
+            pointer,
+            [driver.cuuint64_t(size) for size in inner_first],
+            strides,
+            [driver.cuuint32_t(box) for box in boxes],
+            [driver.cuuint32_t(1)] * len(sizes),
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return np.void(ctypes.string_at(encoded.getPtr(), 128))
+
+
+def in_box_rows(tile: Tile, m: int) -> int:
+    """Rows of X or Y1 in a TMA box: no more than exist, since one that sticks out is slow."""
+    return min(tile.m, m)
+
+
+def out_box_rows(tile: Tile, m: int) -> int:
+    """Rows of Y1 or Y2 in the TMA box that one CTA stores."""
+    return min(tile.m, m, out_rows(tile))
+
+
+def weight_box_rows(tile: Tile, config: Config) -> int:
+    """Rows of a weight in the TMA box that one CTA loads: both of a multicast pair load a half."""
+    return tile.n // 2 if config.multicast else tile.n
+
+
+def box_bytes(rows: int) -> int:
+    """What a TMA box of so many rows brings into shared memory."""
+    return rows * TILE_K * BF16_BYTES
+
+
+def packed(slots: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Slots as the kernel reads them: the segment stands above the layer in the first word."""
+    words = slots[:, :4].copy()
+    words[:, 0] += SEGMENT_UNIT * slots[:, 4]
+    return words
+
+
+def raise_poll_error(gpus: Gpus, gpu: int, pointer: int) -> None:
+    """Raise PipelineTimeoutError if the error record at `pointer` on `gpu` is filled."""
+    error = gpus.download(gpu, pointer, (), ERROR)
+    if error["code"]:
+        what = _AWAITED[int(error["code"])].format(int(error["index"]))
+        raise PipelineTimeoutError(
+            f"GPU {gpu} waited more than {POLL_TIMEOUT_NS / 1e9:g} s for {what}: "
+            f"target {int(error['target'])}, value {int(error['value'])}"
+        )

@@ -1,0 +1,72 @@
+"""One matrix product on one GPU, Y = X W^T, by the MLP kernel: its `down` layer alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ctatune import abi
+from ctatune.abi import PARAMS, Argument, Flags, tensor_map
+from ctatune.config import Config
+from ctatune.gpus import Arena, Gpus
+from ctatune.kernel import Kernel
+from ctatune.schedule import DOWN, Columns, raster, slots
+from ctatune.space import TILE_K
+
+
+class Gemm:
+    """The product of a size, for sets of pointers (x, w, y) on GPU `gpu`.
+
+    To the kernel this is a machine of one GPU whose Y1 is X: in a segment of no tiles, so that it
+    is complete from the start. `config` is valid for m rows; its `down` tile and order are used.
+
+    Shapes: x m x k, w n x k, y m x n.
+    """
+
+    def __init__(
+        self,
+        gpus: Gpus,
+        arena: Arena,
+        gpu: int,
+        config: Config,
+        m: int,
+        n: int,
+        k: int,
+        sets: list[tuple[int, int, int]],
+    ) -> None:
+        self._gpus, self._gpu, self._config = gpus, gpu, config
+        self._sizes = (m, n, k)
+        self._kernel = Kernel(gpus, config)
+        self.build = self._kernel.build
+        self._panels = -(-m // config.up.m)
+        self._flags = Flags.place(arena, gpu, self._panels)
+        tiles = slots(raster(DOWN, m, Columns(0, n), config.down, 0), config)
+        self._tiles, self._tile_count = arena.upload(gpu, abi.packed(tiles)), len(tiles)
+        self._arguments = [Argument(self._block(x, w, y)) for x, w, y in sets]
+
+    def _block(self, x: int, w: int, y: int) -> Any:
+        (m, n, k), config = self._sizes, self._config
+        tile = config.down
+        p = np.zeros((), dtype=PARAMS)
+        self._flags.write(p)
+        p["started_out"][0], p["peers"] = self._flags.started, 1
+        p["tiles"], p["tile_count"] = self._tiles, self._tile_count
+        p["m"], p["h"], p["n"] = m, k, n
+        p["y1"] = tensor_map(x, (1, m, k), abi.in_box_rows(tile, m))
+        p["y1_box_bytes"] = abi.box_bytes(abi.in_box_rows(tile, m))
+        p["w_down"] = tensor_map(w, (n, k), abi.weight_box_rows(tile, config))
+        p["y2_out"][0] = tensor_map(y, (m, n), abi.out_box_rows(tile, m))
+        p["y2_to"][0] = y
+        p["y2_outs"] = p["y2_own"] = 1
+        p["panel_count"], p["segment_count"] = self._panels, 1
+        p["segment_block"][1] = -(-k // TILE_K)
+        return p
+
+    def call(self, which: int = 0) -> None:
+        """Enqueue the product of set `which` on the stream of its GPU."""
+        self._kernel.launch(self._gpu, self._arguments[which % len(self._arguments)])
+
+    def check(self) -> None:
+        """Raise PipelineTimeoutError if a poll of a finished call ran out of time."""
+        abi.raise_poll_error(self._gpus, self._gpu, self._flags.error)

@@ -1,0 +1,77 @@
+"""kernels/mlp.cu made for a config: compiled, loaded and ready to be launched."""
+
+# cuda-python ships no type stubs.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from cuda.bindings import driver
+
+from ctatune import jit
+from ctatune.abi import GROUP_THREADS, Argument
+from ctatune.config import Config
+from ctatune.gpus import Gpus, check
+from ctatune.records import KernelBuild
+from ctatune.space import math_groups, smem_bytes
+
+
+class Kernel:
+    """The kernel of a valid config on every GPU; `ctas` of them run on each.
+
+    `skip_wait` builds the negative control.
+    """
+
+    def __init__(self, gpus: Gpus, config: Config, *, skip_wait: bool = False) -> None:
+        self._gpus = gpus
+        self._threads = GROUP_THREADS * (1 + math_groups(config))
+        self._smem_bytes = smem_bytes(config)
+        cubin = jit.cubin("mlp", jit.preamble(config, skip_wait=skip_wait))
+        (self._kernel,) = gpus.load(cubin, ["mlp"], smem_bytes=self._smem_bytes)
+        self._function = driver.CUfunction(int(self._kernel.handle))
+        self.ctas = config.ctas or self._resident_ctas(config.cluster)
+
+    def _resident_ctas(self, cluster: int) -> int:
+        """CTAs that run at the same time: clusters that fit, since CTAs wait for each other."""
+        if cluster == 1:
+            return self._gpus.sm_count
+        size = driver.CUlaunchAttribute()
+        size.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size.value.clusterDim.x = cluster
+        size.value.clusterDim.y = size.value.clusterDim.z = 1
+        launch = driver.CUlaunchConfig()
+        launch.gridDimX, launch.gridDimY, launch.gridDimZ = cluster, 1, 1
+        launch.blockDimX, launch.blockDimY, launch.blockDimZ = self._threads, 1, 1
+        launch.sharedMemBytes = self._smem_bytes
+        launch.attrs, launch.numAttrs = [size], 1
+        clusters = []
+        for gpu in range(len(self._gpus)):
+            self._gpus.use(gpu)
+            clusters.append(int(check(driver.cuOccupancyMaxActiveClusters(self._function, launch))))
+        return cluster * min(clusters)
+
+    def launch(self, gpu: int, argument: Argument) -> None:
+        """Enqueue one launch on the stream of `gpu`; `argument` must outlive it."""
+        self._gpus.use(gpu)
+        one = (1, 1)
+        check(
+            driver.cuLaunchKernel(
+                self._function,
+                *(self.ctas, *one),
+                *(self._threads, *one),
+                self._smem_bytes,
+                self._gpus.streams[gpu].handle,
+                argument.address,
+                0,
+            )
+        )
+
+    def build(self) -> KernelBuild:
+        """What the compiler made of the config."""
+        attributes = self._kernel.attributes
+        return KernelBuild(
+            hash=jit.kernel_hash(),
+            compiler=jit.compiler_versions(),
+            registers=int(attributes.num_regs),
+            local_bytes=int(attributes.local_size_bytes),
+            smem_bytes=self._smem_bytes,
+        )
