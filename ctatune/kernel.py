@@ -29,6 +29,7 @@ class Kernel:
         (self._kernel,) = gpus.load(cubin, ["mlp"], smem_bytes=self._smem_bytes)
         self._function = driver.CUfunction(int(self._kernel.handle))
         self.ctas = config.ctas or self._resident_ctas(config.cluster)
+        self._launches = [self._launch(self.ctas, gpu) for gpu in range(len(gpus))]
 
     def _resident_ctas(self, cluster: int) -> int:
         """CTAs that run at the same time: clusters that fit, since CTAs wait for each other."""
@@ -38,32 +39,32 @@ class Kernel:
         size.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         size.value.clusterDim.x = cluster
         size.value.clusterDim.y = size.value.clusterDim.z = 1
-        launch = driver.CUlaunchConfig()
-        launch.gridDimX, launch.gridDimY, launch.gridDimZ = cluster, 1, 1
-        launch.blockDimX, launch.blockDimY, launch.blockDimZ = self._threads, 1, 1
-        launch.sharedMemBytes = self._smem_bytes
-        launch.attrs, launch.numAttrs = [size], 1
+        launch = self._launch(cluster, 0)
+        launch.attrs = [size]
         clusters = []
         for gpu in range(len(self._gpus)):
             self._gpus.use(gpu)
             clusters.append(int(check(driver.cuOccupancyMaxActiveClusters(self._function, launch))))
         return cluster * min(clusters)
 
+    def _launch(self, ctas: int, gpu: int) -> driver.CUlaunchConfig:
+        """A launch that begins while the kernel before it in the stream ends (it waits itself)."""
+        early = driver.CUlaunchAttribute()
+        names = driver.CUlaunchAttributeID
+        early.id = names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        launch = driver.CUlaunchConfig()
+        launch.gridDimX, launch.gridDimY, launch.gridDimZ = ctas, 1, 1
+        launch.blockDimX, launch.blockDimY, launch.blockDimZ = self._threads, 1, 1
+        launch.sharedMemBytes = self._smem_bytes
+        launch.hStream = self._gpus.streams[gpu].handle
+        launch.attrs, launch.numAttrs = [early], 1
+        return launch
+
     def launch(self, gpu: int, argument: Argument) -> None:
         """Enqueue one launch on the stream of `gpu`; `argument` must outlive it."""
         self._gpus.use(gpu)
-        one = (1, 1)
-        check(
-            driver.cuLaunchKernel(
-                self._function,
-                *(self.ctas, *one),
-                *(self._threads, *one),
-                self._smem_bytes,
-                self._gpus.streams[gpu].handle,
-                argument.address,
-                0,
-            )
-        )
+        check(driver.cuLaunchKernelEx(self._launches[gpu], self._function, argument.address, 0))
 
     def build(self) -> KernelBuild:
         """What the compiler made of the config."""

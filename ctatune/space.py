@@ -213,7 +213,6 @@ NCCL_CHOICES = ("ring/ll", "ring/ll128", "ring/simple")
 LL_BYTES = 1 << 20  # above, LL loses: half of what it sends are flags
 SIMPLE_BYTES = 256 << 10  # below, Simple loses: it waits for a fence and a flag a step
 GRAPH_ROWS = 256  # above, a kernel outlasts the launch of the next one: no gap to close
-MICROBATCH_CTA = True
 PACES_US = (0.0, 4.0, 8.0, 12.0)
 
 
@@ -258,7 +257,7 @@ def _useful(tile_m: int, m: int) -> bool:
 
 
 def resident_ctas(config: Config, sm_count: int) -> int:
-    """CTAs that a GPU runs at the same time, as a model assumes (the driver knows: launch.py).
+    """CTAs that a GPU runs at the same time, as a model assumes (the driver knows: kernel.py).
 
     30 clusters of four fit on the 132 SMs of an H200, since none spans two GPCs.
     """
@@ -301,8 +300,7 @@ def baselines(problem: Problem) -> list[Baseline]:
     if problem.gpus == 2 and problem.output == "replicated":
         chunks = _chunks(problem.m)
         found += [Baseline(method="microbatch", chunk=chunk) for chunk in chunks]
-        if MICROBATCH_CTA:
-            found += [Baseline(method="microbatch_cta", chunk=chunk) for chunk in chunks]
+        found += [Baseline(method="microbatch_cta", chunk=chunk) for chunk in chunks]
     return found
 
 

@@ -98,7 +98,7 @@ struct alignas(128) TensorMap { char opaque[128]; };
 struct PollError { uint32_t code, index, target, value; };
 enum PollCode : uint32_t { kPanelPoll = 1, kStartedPoll = 2, kArrivedPoll = 3, kBarrierPoll = 4 };
 
-// Mirrored by ctatune/launch.py. Pointers `*_out` lead into the memory of peers (or our own).
+// Mirrored by ctatune/abi.py. Pointers `*_out` lead into the memory of peers (or our own).
 struct Params {
   TensorMap x, w_up, w_down, y1;
   TensorMap y1_out[kMaxGpus], y2_out[kMaxGpus];
@@ -154,7 +154,7 @@ __device__ uint32_t* panel_flag(uint32_t* panels, Params const& p, uint32_t epoc
 }
 
 // What the kernel before this one in the stream did is visible from here on. Only weights are read,
-// and nothing is written, before it (launch.py starts this kernel while that one ends).
+// and nothing is written, before it (kernel.py starts this kernel while that one ends).
 __device__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 __device__ long long now_ns() {

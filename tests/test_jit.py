@@ -31,7 +31,7 @@ def test_preamble_reads_as_text():
         "constexpr int kDownSplit = 1;\n"
         "constexpr int kStages = 3;\n"
         "constexpr int kSlabs = 4;\n"
-        "constexpr bool kMulticast = false;\n"
+        "constexpr bool kMulticast = true;\n"
         "constexpr bool kDirect = false;\n"
         "constexpr bool kSkipWait = false;\n"
     )

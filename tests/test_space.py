@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from ctatune.config import Config, Tile
 from ctatune.problem import Problem
 from ctatune.space import (
-    SHAPES,
+    FAMILIES,
     SMEM_BYTES,
+    Family,
     candidates,
     default_config,
     default_split,
@@ -186,15 +187,11 @@ def test_one_small_tile_needs_one_math_group() -> None:
     assert math_groups(replace(config, down=Tile(m=64, n=128, split_k=2))) == 2
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_starting_shape_is_valid_and_fills_shared_memory(
-    shape: tuple[int, int, int, int],
-) -> None:
-    m, n, stages, slabs = shape
-    tile = Tile(m=m, n=n)
-    config = Config(up=tile, down=tile, stages=stages, d_slabs=slabs)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_valid_and_fills_shared_memory(family: Family) -> None:
+    config = family.config(up_group=2, down_group=2)
     assert why_invalid(config, PROBLEM) is None
-    deeper = replace(config, stages=stages + 1)
+    deeper = replace(config, stages=config.stages + 1)
     reason = why_invalid(deeper, PROBLEM)
     assert reason is not None
     assert "shared memory" in reason
