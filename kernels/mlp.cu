@@ -17,8 +17,7 @@
 // weights that both need, for both.
 //
 // With kDirect, math groups store results from registers, own GPU's first, and the store warp only
-// tells: d_full then counts tiles stored to this GPU and to peers in turn. While `down` waits for Y1,
-// weights go on streaming, into L2. Less latency for few tokens.
+// tells: d_full then counts tiles stored to this GPU and to peers in turn. Less latency for few tokens.
 //
 // Flags that GPUs share only grow; each stands on its own 128-byte line of the GPU that polls it:
 //   panels[2][panels][segments]  tiles that arrived here, by parity of the call; a segment is the
@@ -50,7 +49,6 @@ constexpr int kRowBytes = 128;
 constexpr int kLine = 32;                   // uint32 in the 128-byte line of one flag
 constexpr int kSegmentUnit = 256;           // in the first word of a tile, above the layer
 constexpr int kUpTile = 0, kDownTile = 1;    // another layer: nothing, keeps clusters together
-constexpr int kPrefetchBytes = 192 << 10;   // of one CTA: 25 MB of all, half of L2
 constexpr int kMathGroups = kUpM <= 64 && kUpN == 64 && kDownM <= 64 && kDownN == 64 ? 1 : 2;
 constexpr int kThreads = 128 * (1 + kMathGroups);
 constexpr int kMaxSplit = kUpSplit > kDownSplit ? kUpSplit : kDownSplit;
@@ -292,13 +290,6 @@ struct Loader {
     return end;
   }
 
-  // Brings weights of `down` into L2, which have no room in the ring yet.
-  __device__ void prefetch_weights(int begin, int end, int row) {
-    end = min(end, begin + kPrefetchBytes / (kDownN * kRowBytes));
-    for (int kb = begin; kb < end; ++kb)
-      SM90_TMA_LOAD_2D::PREFETCH::copy(&p.w_down, kb * kTileK, row);
-  }
-
   __device__ void up(int4 tile, int part) {
     auto& at = rings.at<true>();
     Blocks const blocks = part_of(0, p.up_k_blocks, part, kUpSplit);
@@ -340,7 +331,6 @@ struct Loader {
     int ahead = blocks.begin;
     if (!ready) {
       ahead = weights_ahead<false>(at, blocks, bytes, tile.z);
-      if constexpr (kDirect) prefetch_weights(ahead, blocks.end, tile.z);
       for (int panel = begin; panel < end; ++panel) await(panel, segment);
     }
     if (first) stamp(p, i, kPanelReady);

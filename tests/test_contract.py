@@ -197,7 +197,7 @@ def test_features_in_a_pipeline(proves, name, mix: float, output: Output):
 @pytest.mark.parametrize("name", ["split 2, direct", "split 4, slabs", "two rings"])
 def test_a_feature_that_does_not_wait_is_caught(proves, gpus, name):
     gpus_or_skip(gpus, proves)
-    problem = Problem(m=512, k=1024, h=2048, n=1024, gpus=gpus)
+    problem = Problem(m=64, k=1024, h=2048, n=1024, gpus=gpus)
     try:
         right = proves(problem, featured(name, gpus), skip_wait=True)
     except CtatuneError:
