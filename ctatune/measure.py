@@ -28,9 +28,9 @@ from ctatune.timing import LOAD_SECONDS, Chain, Timer
 from ctatune.verify import Reference, verify
 
 SCREEN_ROUNDS = 5
-MIN_ROUNDS, MAX_ROUNDS, FINAL_SECONDS = 12, 60, 20.0
+MIN_ROUNDS, MAX_ROUNDS, FINAL_SECONDS = 12, 60, 12.0
 TIE = 0.005  # half-width of the interval of the log-ratio at which two methods are told apart
-SCREEN_LOAD_SECONDS = 0.3  # the GPUs are warm from the trial before; a final loads longer
+NEXT_LOAD_SECONDS = 0.3  # of load where another method has just loaded the GPUs
 RELOAD_SECONDS = 0.05  # of load before each round of a final, so that clocks stay settled
 BURST = (4, 3, 2, 1, 0)  # operand sets of calls in flight together; the last one is compared
 
@@ -90,7 +90,7 @@ class Bench:
                 return _wrong(contestant, proof, "screen")
             timer = Timer(self.gpus, arena)
             calls = timer.calls_for(contestant.call)
-            timer.load(contestant.call, calls, SCREEN_LOAD_SECONDS)
+            timer.load(contestant.call, calls, NEXT_LOAD_SECONDS)
             before = self._telemetry.read()
             rounds = [timer.chain(contestant.call, calls) for _ in range(SCREEN_ROUNDS)]
             after = self._telemetry.read()
@@ -145,7 +145,9 @@ class Bench:
         """
         order = np.random.default_rng(seed)
         rounds: dict[int, list[Chain]] = {i: [] for i in field}
-        duty = min(load.run(LOAD_SECONDS) for load in field.values())
+        first, *others = field.values()
+        duties = [first.run(LOAD_SECONDS), *(load.run(NEXT_LOAD_SECONDS) for load in others)]
+        duty = min(duties)
         end = time.monotonic() + FINAL_SECONDS
         for played in range(1, MAX_ROUNDS + 1):
             for i in order.permutation(list(field)):
