@@ -1,38 +1,111 @@
-"""Writes the results into README.md and docs/latency.png, from the shipped measurements.
+"""Writes the results into README.md, docs/results.md and docs/latency.png, from what is shipped.
 
 Run it after new measurements were shipped: `python benchmarks/readme.py`. A test compares.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from ctatune import race
+from ctatune.config import Config
 from ctatune.problem import Problem
 from ctatune.records import PROTOCOL
 from ctatune.seed import shipped, shipped_shapes
+from ctatune.stats import ratio_interval, verdict
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- results: written by benchmarks/readme.py -->\n", "<!-- end of results -->"
+HEAD = ("tokens", "ours us", "of ideal", "pure pipeline us", "best TP us", "micro-batches us", "")
+TP = ("tp", "tp_twoshot")
+MICRO = ("microbatch", "microbatch_cta")
+Races = dict[Problem, list[race.Line]]
 
 
-def races() -> dict[Problem, list[race.Line]]:
+def races() -> Races:
     """The newest race of every shipped problem, by tokens."""
     rows = [row for shape in shipped_shapes() for row in shipped(shape)]
     problems = sorted({row.problem for row in rows}, key=lambda p: (p.k, p.h, p.n, p.gpus, p.m))
-    return {p: race.compare(race.newest([r for r in rows if r.problem == p])) for p in problems}
+    found = {p: race.compare(race.newest([r for r in rows if r.problem == p])) for p in problems}
+    return {problem: lines for problem, lines in found.items() if lines}
+
+
+def fastest(lines: Sequence[race.Line], *methods: str) -> race.Line | None:
+    """The first line of one of the methods; lines come fastest first."""
+    return next((line for line in lines if line.row.config.method in methods), None)
+
+
+def cell(line: race.Line | None, ours: race.Line) -> str:
+    """Latency of an opponent, and what ours takes of it."""
+    if line is None:
+        return ""
+    return f"{line.latency_us:.1f} ({ours.latency_us / line.latency_us - 1:+.0%})"
+
+
+def said(lines: Sequence[race.Line], ours: race.Line) -> str:
+    """Who wins among the methods that may answer."""
+    rivals = [line for line in lines if line.row.config.method in (*TP, *MICRO)]
+    if not rivals:
+        return ""
+    best = min(rivals, key=lambda line: line.latency_us)
+    ratio = ratio_interval(ours.row.measurement.samples_us, best.row.measurement.samples_us)
+    word = verdict(*ratio)
+    name = best.row.config.method
+    return {"faster": "ours", "slower": name}.get(word, f"a tie with {name}")
+
+
+def summary(found: Races) -> str:
+    """A table for each size of the weights and number of GPUs, a line for each m."""
+    groups: dict[tuple[int, ...], Races] = {}
+    for p, lines in found.items():
+        groups.setdefault((p.k, p.h, p.n, p.gpus), {})[p] = lines
+    parts = []
+    for (k, h, n, gpus), group in groups.items():
+        rows = [HEAD, tuple("---" for _ in HEAD)]
+        for problem, lines in group.items():
+            ours = fastest(lines, "cta")
+            if ours is None:
+                continue
+            pure = next(
+                (x for x in lines if isinstance(c := x.row.config, Config) and not c.mix), None
+            )
+            rows.append(
+                (
+                    str(problem.m),
+                    f"{ours.latency_us:.1f}",
+                    "" if ours.ideal is None else f"{ours.ideal:.0%}",
+                    "" if pure is None else f"{pure.latency_us:.1f}",
+                    cell(fastest(lines, *TP), ours),
+                    cell(fastest(lines, *MICRO), ours),
+                    said(lines, ours),
+                )
+            )
+        table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+        parts.append(f"k {k}, h {h}, n {n}, {gpus} GPU{'s' * (gpus > 1)}:\n\n{table}\n")
+    return "\n".join(parts)
 
 
 def results() -> str:
     """The part of the README between the marks."""
     found = races()
-    run = next(iter(found.values()))[0].row.run
+    run = max((lines[0].row.run for lines in found.values()), key=lambda run: run.utc)
     about = (
         f"{run.platform.gpus} x {run.platform.gpu}, {run.platform.link}, driver "
         f"{run.platform.driver}, {run.platform.power_limit_w} W, protocol {PROTOCOL}, sustained "
-        "load, cold cache. `of ideal`: `single` / GPUs / latency. A tie: the 95 % interval of the "
-        "ratio over the interleaved rounds holds 1, or the ratio is within 1 %.\n"
+        "load, cold cache, Y2 replicated. `of ideal`: `single` / GPUs / ours. In brackets: ours "
+        "against the opponent. Every method of every race, with intervals and joules: "
+        "[docs/results.md](docs/results.md).\n"
     )
-    tables = [race.markdown(problem, lines) for problem, lines in found.items()]
-    return "\n".join([about, "![latency over tokens](docs/latency.png)\n", *tables])
+    return "\n".join([about, summary(found), "![latency over tokens](docs/latency.png)\n"])
+
+
+def details() -> str:
+    """docs/results.md: the whole table of every race."""
+    head = (
+        "# Results\n\nWritten by `benchmarks/readme.py` from `db/measurements`. A tie: the "
+        "difference is not beyond doubt, or under 1 %.\n"
+    )
+    tables = [race.markdown(problem, race.shown(lines)) for problem, lines in races().items()]
+    return "\n".join([head, *tables])
 
 
 def spliced(readme: str) -> str:
@@ -44,4 +117,5 @@ def spliced(readme: str) -> str:
 if __name__ == "__main__":
     path = ROOT / "README.md"
     path.write_text(spliced(path.read_text()))
+    (ROOT / "docs" / "results.md").write_text(details())
     race.plot(races(), ROOT / "docs" / "latency.png")

@@ -186,6 +186,7 @@ def test_the_results_in_the_readme_are_those_that_are_shipped():
     spec.loader.exec_module(module)
     readme = (root / "README.md").read_text()
     assert module.spliced(readme) == readme
+    assert module.details() == (root / "docs" / "results.md").read_text()
 
 
 def test_every_command_is_in_the_readme():
