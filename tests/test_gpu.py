@@ -24,7 +24,7 @@ from ctatune.schedule import Columns, build
 from ctatune.space import default_config
 from ctatune.worker import Worker
 
-CALLS = 40
+CALLS = 200
 
 
 def outputs_of_calls(bench, problem: Problem, config: Config, *, late: bool) -> list[bytes]:
@@ -61,10 +61,11 @@ def outputs_of_calls(bench, problem: Problem, config: Config, *, late: bool) -> 
 
 
 @pytest.mark.gpus(2)
+@pytest.mark.parametrize("m", [64, 384, 512])  # direct, slabs with split-K, multicast
 @pytest.mark.parametrize("mix", [1.0, 0.5, 0.0])
-def test_calls_back_to_back_with_a_late_gpu(bench, mix):
+def test_calls_back_to_back_with_a_late_gpu(bench, mix, m):
     """A slow peer must never read or miss what belongs to another call."""
-    problem = Problem(m=384, k=512, h=1024, n=512, gpus=2)
+    problem = Problem(m=m, k=512, h=1024, n=512, gpus=2)
     config = replace(default_config(problem), mix=mix)
     late = outputs_of_calls(bench, problem, config, late=True)
     prompt = outputs_of_calls(bench, problem, config, late=False)

@@ -1,0 +1,41 @@
+"""Calls every family of the kernel on small shapes, for compute-sanitizer.
+
+compute-sanitizer --tool memcheck python benchmarks/smoke.py [GPUS]
+"""
+
+import sys
+
+from ctatune.gpus import Gpus
+from ctatune.launch import Mlp
+from ctatune.operands import Inputs, place
+from ctatune.problem import Problem
+from ctatune.schedule import build
+from ctatune.space import FAMILIES, default_split, why_invalid
+
+SHAPES = ((200, 328, 1000, 712), (64, 512, 520, 768), (1, 128, 512, 256))
+CALLS = 3
+
+
+def main() -> None:
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 1
+    gpus = Gpus(count)
+    for family in FAMILIES:
+        config = family.config(up_group=2, down_group=2, stage_split=default_split(count))
+        for m, k, h, n in SHAPES:
+            problem = Problem(m=m, k=k, h=h, n=n, gpus=count)
+            if reason := why_invalid(config, problem):
+                print(f"skipped {problem.shape} {config}: {reason}")
+                continue
+            with gpus.arena() as arena:
+                schedule = build(problem, config)
+                sets = place(Inputs(gpus, arena, problem, 3), schedule, 2)
+                mlp = Mlp(gpus, arena, schedule, sets)
+                for which in range(CALLS):
+                    mlp.call(which)
+                gpus.sync()
+                mlp.check()
+            print(f"ran {problem.shape} {config}")
+
+
+if __name__ == "__main__":
+    main()
