@@ -1,12 +1,28 @@
 """ctatune: the fastest way to run a two-layer MLP on several NVIDIA GPUs of one machine."""
 
-from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
-from ctatune.choice import Choice, NoAnswer, best
+from ctatune.answers import best, refresh
 
-try:
-    __version__ = version("ctatune")
-except PackageNotFoundError:  # a checkout that is not installed
-    __version__ = "0+checkout"
+if TYPE_CHECKING:
+    from ctatune.choice import Choice, NoAnswer
 
-__all__ = ["Choice", "NoAnswer", "__version__", "best"]
+    __version__: str
+
+__all__ = ["Choice", "NoAnswer", "__version__", "best", "refresh"]
+
+
+def __getattr__(name: str) -> Any:
+    """What costs time to import comes when it is asked for."""
+    if name in ("Choice", "NoAnswer"):
+        from ctatune import choice
+
+        return getattr(choice, name)
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("ctatune")
+        except PackageNotFoundError:  # a checkout that is not installed
+            return "0+checkout"
+    raise AttributeError(f"module 'ctatune' has no attribute {name!r}")

@@ -1,0 +1,97 @@
+"""Answers from memory: the same as from the database, at any time and from any thread."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from test_choice import OTHER, db, final, no_shipped_rows, run
+from test_seed import CONFIG, PROBLEM
+
+import ctatune
+from ctatune import answers
+from ctatune.errors import UsageError
+
+__all__ = ["db", "no_shipped_rows"]  # fixtures
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    ctatune.refresh()
+
+
+def ask() -> ctatune.Choice:
+    return ctatune.best(PROBLEM.shape, gpus=PROBLEM.gpus)
+
+
+def test_the_second_answer_is_the_first_one(db):
+    run(db, (CONFIG, final(100.0)))
+    assert ask() is ask()
+    assert ask().latency_us == 100.0
+
+
+def test_a_change_of_the_database_is_seen(db):
+    run(db, (CONFIG, final(100.0)))
+    assert ask().config == CONFIG
+    run(db, (OTHER, final(90.0)))
+    time.sleep(2 * answers.CHECK_SECONDS)
+    assert ask().config == OTHER
+    run(db, (CONFIG, final(80.0)))
+    ctatune.refresh()
+    assert ask().config == CONFIG
+
+
+def test_another_database_is_another_answer(db, tmp_path, monkeypatch):
+    run(db, (CONFIG, final(100.0)))
+    run(tmp_path / "b.db", (OTHER, final(50.0)))
+    assert ask().config == CONFIG
+    assert ctatune.best(PROBLEM.shape, gpus=2, db=tmp_path / "b.db").config == OTHER
+    monkeypatch.setenv("CTATUNE_DB", str(tmp_path / "b.db"))
+    time.sleep(2 * answers.CHECK_SECONDS)
+    assert ask().config == OTHER
+
+
+@pytest.mark.usefixtures("db")
+def test_an_error_is_an_error_each_time():
+    for _ in range(2):
+        with pytest.raises(UsageError, match="at least 1"):
+            ctatune.best("0x1x1", gpus=2)
+
+
+def test_eight_threads_never_see_what_was_never_stored(db):
+    """The writer's races get faster, and odd latencies belong to one config, even to the other."""
+    run(db, (CONFIG, final(100.0)))
+    done, wrong = threading.Event(), []
+
+    def reader() -> None:
+        newest = 100.0
+        while not done.is_set():
+            choice = ask()
+            right = choice.config == (OTHER if choice.latency_us % 2 else CONFIG)
+            if not right or choice.latency_us > newest:  # each race is faster than the last one
+                wrong.append(choice)
+            newest = choice.latency_us
+
+    threads = [threading.Thread(target=reader) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for latency_us in range(99, 79, -1):
+        run(db, (OTHER if latency_us % 2 else CONFIG, final(float(latency_us))))
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    ctatune.refresh()
+    assert ask().latency_us == 80.0
+
+
+def test_the_import_is_light():
+    code = "import sys, ctatune; print(sorted(sys.modules))"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    for heavy in ("numpy", "sqlite3", "cuda", "optuna", "scipy", "click", "ctatune.choice"):
+        assert f"'{heavy}'" not in loaded
