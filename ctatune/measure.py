@@ -15,7 +15,7 @@ import numpy as np
 from ctatune import baselines
 from ctatune.config import AnyConfig, Config
 from ctatune.contestants import Contestant, Contestants
-from ctatune.errors import PipelineTimeoutError
+from ctatune.errors import DeviceError, PipelineTimeoutError
 from ctatune.gpus import Arena, Gpus
 from ctatune.jit import CompileError
 from ctatune.problem import Problem
@@ -60,6 +60,9 @@ class Bench:
             return Measurement(outcome="compile_error", phase=phase, detail=str(error))
         except PipelineTimeoutError as error:
             return Measurement(outcome="timeout", phase=phase, detail=str(error))
+        except DeviceError as error:  # out of memory, or a library that refuses
+            self.gpus.sync()  # a broken context says so again, and the worker starts a new process
+            return Measurement(outcome="launch_error", phase=phase, detail=str(error))
 
     def _reference_of(self, problem: Problem, seed: int) -> Reference:
         """The reference of a problem and seed: kept until another one is asked for.
@@ -128,16 +131,22 @@ class Bench:
                 before = self._telemetry.read()
                 timer = Timer(self.gpus, arena)
                 loads = {i: _Load(timer, self._telemetry, c) for i, (c, _) in field.items()}
-                rounds = self._race(timer, loads, seed)
+                rounds, lost = self._race(timer, loads, seed)
                 state = self._telemetry.state(before, self._telemetry.read())
                 for i, (contestant, proof) in field.items():
-                    contestant.check()
                     own = state | loads[i].state()
-                    results[i] = _timed(contestant, proof, "final", rounds[i], own)
+                    results[i] = (
+                        Measurement(outcome="timeout", phase="final", detail=lost[i])
+                        if i in lost
+                        else _timed(contestant, proof, "final", rounds[i], own)
+                    )
         return [results[i] for i in range(len(configs))]
 
-    def _race(self, timer: Timer, field: dict[int, _Load], seed: int) -> dict[int, list[Chain]]:
-        """Rounds of all in random order, until all are told from the best, or late.
+    def _race(
+        self, timer: Timer, field: dict[int, _Load], seed: int
+    ) -> tuple[dict[int, list[Chain]], dict[int, str]]:
+        """Rounds of all in random order, until all are told from the best, or late; and who is
+        lost on the way, with the reason.
 
         A method of many launches keeps the GPUs less busy under load than one of a single launch,
         and would find them cooler: all load for the part of the time that the slowest host manages.
@@ -145,20 +154,34 @@ class Bench:
         """
         order = np.random.default_rng(seed)
         rounds: dict[int, list[Chain]] = {i: [] for i in field}
-        first, *others = field.values()
-        duties = [first.run(LOAD_SECONDS), *(load.run(NEXT_LOAD_SECONDS) for load in others)]
-        duty = min(duties)
+        lost: dict[int, str] = {}
+
+        def turn(i: int, seconds: float, duty: float) -> Chain | None:
+            try:
+                field[i].run(seconds, duty)
+                return timer.chain(field[i].call, field[i].calls)
+            except PipelineTimeoutError as error:  # its flags are of no use any more
+                lost[i] = str(error)
+                return None
+
+        for place, i in enumerate(field):
+            turn(i, NEXT_LOAD_SECONDS if place else LOAD_SECONDS, 1.0)
+        duty = min(load.duty for load in field.values())
         end = time.monotonic() + FINAL_SECONDS
-        for played in range(1, MAX_ROUNDS + 1):
-            for i in order.permutation(list(field)):
-                field[i].run(RELOAD_SECONDS, duty)
-                rounds[i].append(timer.chain(field[i].call, field[i].calls))
-            if self._telemetry.marks(self._telemetry.read()) and played > 1:
-                for chains in rounds.values():
-                    chains.pop()
-            if played >= MIN_ROUNDS and (time.monotonic() > end or _told_apart(rounds)):
+        for _ in range(MAX_ROUNDS):
+            here = [i for i in field if i not in lost]
+            chains = {i: turn(i, RELOAD_SECONDS, duty) for i in order.permutation(here)}
+            if self._telemetry.marks(self._telemetry.read()):
+                continue
+            for i, chain in chains.items():
+                if chain is not None:
+                    rounds[i].append(chain)
+            kept = {i: rounds[i] for i in here if i not in lost}
+            if min(map(len, kept.values()), default=MIN_ROUNDS) < MIN_ROUNDS:
+                continue
+            if time.monotonic() > end or _told_apart(kept):
                 break
-        return rounds
+        return rounds, lost
 
     def proves(self, problem: Problem, config: Config, *, skip_wait: bool = False) -> bool:
         """Whether a config verifies, one call at a time and in flight.
@@ -247,6 +270,8 @@ class _Prover:
 
 def _told_apart(rounds: dict[int, list[Chain]]) -> bool:
     """Whether each contestant is clearly slower than the best one, or as good as equal to it."""
+    if not rounds:
+        return True
     times = {i: np.log([chain.latency_us for chain in chains]) for i, chains in rounds.items()}
     best = min(times, key=lambda i: float(np.median(times[i])))
     for i, values in times.items():
@@ -263,13 +288,17 @@ def _timed(
     rounds: Sequence[Chain],
     state: dict[str, object],
 ) -> Measurement:
+    least = MIN_ROUNDS if phase == "final" else 1
+    if len(rounds) < least:
+        detail = f"GPUs were slowed down or shared: {len(rounds)} of {least} rounds are clean"
+        return Measurement(outcome="throttled", phase=phase, detail=detail, gpu_state=state)
     samples = tuple(chain.latency_us for chain in rounds)
     floor = float(np.median([chain.floor_us for chain in rounds]))
     median, low, high = median_interval(list(samples))
     outcome: Outcome = "throttled" if state.get("marks") else "ok"
     detail = f"marked: {state['marks']}" if state.get("marks") else ""
-    if median <= 0 or not math.isfinite(median):
-        outcome, detail = "wrong", f"timing fault: {median} us are left after the floor"
+    if not all(0 < sample < math.inf for sample in samples):
+        outcome, detail = "wrong", f"timing fault: {min(samples)} us are left after the floor"
     return Measurement(
         outcome=outcome,
         phase=phase,

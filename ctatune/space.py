@@ -150,8 +150,9 @@ def _why_split(config: Config, problem: Problem, sm_count: int) -> str | None:
             return f"multicast needs {rule}, {name} has {rows} in groups of {tile.group_m}"
     if config.down_axis != "n":
         return "down_axis h is not built yet: the kernel has no reduction over GPUs"
-    if not 0 <= config.ctas <= sm_count:
-        return f"ctas must be at most one an SM ({sm_count}), got {config.ctas}"
+    most = resident_ctas(config, sm_count)
+    if not 0 <= config.ctas <= most:
+        return f"ctas must be at most {most} (those that run at the same time), got {config.ctas}"
     if config.ctas % config.cluster:
         return f"ctas must be a multiple of the cluster ({config.cluster}), got {config.ctas}"
     return None
