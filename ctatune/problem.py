@@ -63,6 +63,11 @@ class Problem:
             Layer(name="down", inputs=self.h, outputs=self.n),
         )
 
+    def y2_gpus(self, gpu: int) -> tuple[int, ...]:
+        """Who must have what `gpu` computes of Y2."""
+        everyone = tuple(range(self.gpus))
+        return {"replicated": everyone, "sharded": (gpu,), "last": everyone[-1:]}[self.output]
+
     @property
     def shape(self) -> str:
         """`MxKxHxN`, the name of the shape in commands and in the store."""

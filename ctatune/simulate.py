@@ -90,7 +90,7 @@ class _Simulation:
         self.schedule, self.machine = schedule, machine
         self.parts = gpu_parts(problem, config, machine)
         self.ctas = self.parts[0][UP].work.ctas
-        self.layer_tiles = (config.up, config.down)
+        self.layer_tiles = config.tiles
         self.buffered = [min(1.0, config.d_slabs * TILE_K / t.n) for t in self.layer_tiles]
         self.epilogue_us = [machine.epilogue_us(tile) for tile in self.layer_tiles]
         self.egress_us, self.ingress_us = [0.0] * problem.gpus, [0.0] * problem.gpus
