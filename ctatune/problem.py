@@ -10,7 +10,8 @@ from ctatune.errors import UsageError
 
 Output = Literal["replicated", "sharded", "last"]
 OUTPUTS: tuple[Output, ...] = ("replicated", "sharded", "last")
-DTYPES = {"bf16": 2}  # name -> bytes of one element
+BF16_BYTES = 2
+DTYPES = {"bf16": BF16_BYTES}  # name -> bytes of one element
 ACTIVATIONS = ("none",)
 MAX_GPUS = 8  # one NVLink island; the kernel's parameter block has room for as many
 MAX_DIMENSION = 1 << 20

@@ -7,11 +7,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ctatune.abi import BF16_BYTES
 from ctatune.gpus import Arena, Gpus
 from ctatune.launch import Mlp, Operands
 from ctatune.operands import Inputs
-from ctatune.problem import Problem
+from ctatune.problem import BF16_BYTES, Problem
 from ctatune.records import RELATIVE_LIMIT, WORST_LIMIT, Verification
 from ctatune.schedule import Columns, Schedule, alone
 
