@@ -88,6 +88,11 @@ def best(
     m, k, h, n = parse_shape(shape)
     kind = {"gpus": gpus, "dtype": dtype, "activation": activation, "output": output}
     problem = Problem(m=m, k=k, h=h, n=n, **kind)  # type: ignore[arg-type]  # it checks them
+    return choose(problem, db, platform)
+
+
+def choose(problem: Problem, db: Path | None, platform: str | None) -> Choice:
+    """`best` of a problem."""
     user = _read(db or default_path(), problem)
     wanted = _wanted(problem, _platform(user, platform))
     ours, theirs = _same(user.rows, wanted), _same(shipped(problem.shape), wanted)
@@ -142,16 +147,15 @@ def _wanted(problem: Problem, platform: dict[str, Any]) -> dict[str, Any]:
         "dtype": problem.dtype,
         "activation": problem.activation,
         "output": problem.output,
-        "regime": f"{Regime().load}/{Regime().cache}",
+        "regime": str(Regime()),
         "protocol": PROTOCOL,
         "kernel_hash": jit.kernel_hash(),
     }
 
 
 def _differences(row: Row, wanted: dict[str, Any]) -> list[str]:
-    regime = row.measurement.regime
     have = _wanted(row.problem, _identity(row.platform))
-    have |= {"regime": f"{regime.load}/{regime.cache}", "protocol": row.protocol}
+    have |= {"regime": str(row.measurement.regime), "protocol": row.protocol}
     if row.config.method in OWN_KERNEL:
         have["kernel_hash"] = row.kernel_hash
     unequal = [name for name in wanted if have[name] != wanted[name]]

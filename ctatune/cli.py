@@ -40,9 +40,8 @@ class _Commands(click.Group):
         except CtatuneError as error:
             code = _complain(error, FAILED)
         except KeyboardInterrupt:
-            code = _complain(
-                "stopped; what was tried is stored, and the same command goes on", INTERRUPTED
-            )
+            message = "stopped; what was tried is stored, and the same command goes on"
+            code = _complain(message, INTERRUPTED)
         sys.exit(code)
 
 
@@ -61,9 +60,7 @@ def _options(*options: Callable) -> Callable:
 
 
 _TRIALS_HELP = "Configs a shape, counting those that the database holds."
-_shape_option = click.option(
-    "--shape", "shapes", multiple=True, required=True, help="MxKxHxN, or MxKxH for N = K."
-)
+_SHAPE_HELP = "MxKxHxN, or MxKxH for N = K."
 _problem_options = _options(
     click.option("--gpus", type=int, required=True, help="Number of GPUs to use."),
     click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True),
@@ -79,12 +76,13 @@ _problem_options = _options(
 _db_option = click.option(
     "--db", type=click.Path(path_type=Path), help="Database file [$CTATUNE_DB]."
 )
+_json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 _common_options = _options(
     _db_option,
     click.option(
         "--platform", help="Another platform than this machine's; with it nothing is measured."
     ),
-    click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout."),
+    _json_option,
 )
 
 
@@ -99,12 +97,12 @@ def main(verbose: bool) -> None:
 
 @main.command()
 @_db_option
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+@_json_option
 def doctor(db: Path | None, as_json: bool) -> None:
     """Say what this machine has and lacks; peer access is probed by real writes."""
     from ctatune.doctor import examine
 
-    findings = examine(str(db) if db else None)
+    findings = examine(db)
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
@@ -116,7 +114,7 @@ def doctor(db: Path | None, as_json: bool) -> None:
 
 
 @main.command()
-@_shape_option
+@click.option("--shape", "shapes", multiple=True, required=True, help=_SHAPE_HELP)
 @click.option("--trials", type=click.IntRange(1), default=40, show_default=True, help=_TRIALS_HELP)
 @click.option(
     "--time",
@@ -156,7 +154,7 @@ def search(
 
 
 @main.command()
-@click.option("--shape", required=True, help="MxKxHxN, or MxKxH for N = K.")
+@click.option("--shape", required=True, help=_SHAPE_HELP)
 @_problem_options
 @_common_options
 def best(
@@ -173,7 +171,7 @@ def best(
 
 
 @main.command()
-@click.option("--shape", "shapes", multiple=True, help="MxKxHxN, or MxKxH for N = K.")
+@click.option("--shape", "shapes", multiple=True, help=_SHAPE_HELP)
 @click.option(
     "--preset", "presets", type=click.Choice(list(PRESETS)), multiple=True, help="Named shapes."
 )
@@ -235,7 +233,7 @@ def export(db: Path | None, platform: str | None, as_json: bool) -> None:
     from ctatune.seed import export_lines
     from ctatune.store import Store, default_path
 
-    with Store.open(db or default_path(), create=False, read_only=True) as store:
+    with Store.open(db or default_path(), read_only=True) as store:
         lines = list(export_lines(store, platform=platform))
     click.echo("[" + ",\n".join(lines) + "]" if as_json else "\n".join(lines))
 
@@ -278,18 +276,15 @@ def _seconds(text: str) -> float:
 
 
 def _print_choice(choice: Any) -> None:
-    click.echo(
-        f"{choice.shape} {choice.dtype} {choice.output} on {choice.gpus} x {choice.platform}"
-    )
+    where = f"{choice.output} on {choice.gpus} x {choice.platform}"
+    click.echo(f"{choice.shape} {choice.dtype} {where}")
     click.echo(f"  {choice.config}")
-    between = (
-        "" if choice.interval_us is None else " ({:.1f} .. {:.1f})".format(*choice.interval_us)
-    )
+    between = " ({:.1f} .. {:.1f})".format(*choice.interval_us) if choice.interval_us else ""
     click.echo(f"  {choice.latency_us:.1f} us{between}, {choice.source}")
-    others = (pair for pair in choice.baselines.items() if pair[0] != choice.method)
-    for method, latency_us in others:
-        ratio = choice.latency_us / latency_us
-        click.echo(f"  {method}: {latency_us:.1f} us; the answer is {ratio:.3f} of it")
+    for method, latency_us in choice.baselines.items():
+        if method != choice.method:
+            ratio = choice.latency_us / latency_us
+            click.echo(f"  {method}: {latency_us:.1f} us; the answer is {ratio:.3f} of it")
     if choice.note:
         click.echo(f"  note: {choice.note}")
 

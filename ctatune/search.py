@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from ctatune import latency, records, space
 from ctatune.computed import rank
@@ -54,39 +53,19 @@ class Step:
 Report = Callable[[Step], None]
 
 
-class Judge(Protocol):
-    """Where latencies come from: hardware or simulator. Stores what it finds."""
-
-    def known(self) -> dict[str, float | None]:
-        """Latency by canonical config of what the store holds already; None: it failed."""
-        ...
-
-    def raced(self) -> bool:
-        """Whether finalists were compared since the last trial."""
-        ...
-
-    def trial(self, config: AnyConfig) -> tuple[float | None, str]:
-        """Latency of one config, or None and the reason."""
-        ...
-
-    def finals(self, configs: Sequence[AnyConfig], controls: Sequence[AnyConfig]) -> None:
-        """Compare the finalists with each other; `controls` are those that run twice (A/A)."""
-        ...
-
-
 class Hardware:
-    """Measures in a worker. Every row is verified before it is timed."""
+    """Measures in a worker and stores each row, which is verified before it is timed."""
 
     def __init__(
         self, problem: Problem, store: Store, run_id: int, worker: Worker, machine: MachineModel
     ) -> None:
         self._problem, self._store, self._run_id = problem, store, run_id
-        self._worker = worker
-        self._machine = machine
+        self._worker, self._machine = worker, machine
         # One seed a search: all its trials are compared with one reference (measure.Bench).
         self._seed = random.SystemRandom().randrange(1 << 30)
 
     def known(self) -> dict[str, float | None]:
+        """Latency by canonical config of what the store holds already; None: it failed."""
         found: dict[str, float | None] = {}
         bad_luck: Counter[str] = Counter()
         for row in self._rows():
@@ -99,6 +78,7 @@ class Hardware:
         return found
 
     def raced(self) -> bool:
+        """Whether finalists were compared since the last trial."""
         ours = [row.measurement.phase for row in self._rows() if row.config.method == "cta"]
         return ours[-1:] in (["final"], ["control"])
 
@@ -114,11 +94,12 @@ class Hardware:
         ]
 
     def trial(self, config: AnyConfig) -> tuple[float | None, str]:
-        measured = self._worker.trial(self._problem, config, self._seed)
-        measured = self._keep(config, measured)
+        """Latency of one config, or None and the reason."""
+        measured = self._keep(config, self._worker.trial(self._problem, config, self._seed))
         return (measured.latency_us if measured.outcome == "ok" else None), measured.detail
 
     def finals(self, configs: Sequence[AnyConfig], controls: Sequence[AnyConfig]) -> None:
+        """Compare the finalists with each other; `controls` are those that run twice (A/A)."""
         entries = [*configs, *controls]
         rows = self._worker.finals(self._problem, entries, self._seed)
         for i, (config, measured) in enumerate(zip(entries, rows, strict=True)):
@@ -136,7 +117,7 @@ class Hardware:
 
 
 class Simulated:
-    """Predicts with the discrete-event simulator; stores predictions, never measurements."""
+    """The same by the discrete-event simulator; stores predictions, never measurements."""
 
     def __init__(self, problem: Problem, store: Store, run_id: int, machine: MachineModel) -> None:
         self._problem, self._store, self._run_id = problem, store, run_id
@@ -165,6 +146,9 @@ class Simulated:
 
     def finals(self, configs: Sequence[AnyConfig], controls: Sequence[AnyConfig]) -> None:
         """Nothing to compare: see `raced`."""
+
+
+Judge = Hardware | Simulated  # where latencies come from
 
 
 def search(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import platform as python_platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ctatune import jit, machine_model, search
-from ctatune.choice import Choice, best
+from ctatune.choice import Choice, choose
 from ctatune.errors import DeviceError, UsageError
 from ctatune.machine_model import MachineModel
 from ctatune.problem import Problem
@@ -76,15 +76,7 @@ class Session:
             else search.Simulated(problem, store, run_id, machine)
         )
         search.search(problem, judge, machine, report, trials=trials, seconds=seconds, race=race)
-        return best(
-            problem.shape,
-            gpus=problem.gpus,
-            dtype=problem.dtype,
-            activation=problem.activation,
-            output=problem.output,
-            db=self._path,
-            platform=self._platform.name,
-        )
+        return choose(problem, self._path, self._platform.name)
 
 
 @contextmanager
@@ -101,13 +93,9 @@ def open_session(
     simulates = present == 0 or platform is not None
     if not simulates and present < gpus:
         raise DeviceError(f"{gpus} GPUs are asked for, this machine has {present}")
-    with Store.open(path) as store:
-        if simulates:
-            machine = machine_model.load(platform)
-            yield Session(store, path, machine, None, gpus=gpus, command=command)
-            return
-        with Worker(gpus) as worker:
-            yield Session(store, path, _model_of(worker), worker, gpus=gpus, command=command)
+    with Store.open(path) as store, nullcontext() if simulates else Worker(gpus) as worker:
+        machine = _model_of(worker) if worker else machine_model.load(platform)
+        yield Session(store, path, machine, worker, gpus=gpus, command=command)
 
 
 def _model_of(worker: Worker) -> MachineModel:
