@@ -13,7 +13,7 @@ from ctatune import jit
 from ctatune.config import OWN_KERNEL, AnyConfig, Baseline
 from ctatune.errors import CtatuneError, UsageError
 from ctatune.machine_model import DEFAULT_PLATFORM, load
-from ctatune.problem import Output, Problem, parse_shape
+from ctatune.problem import Output, Problem
 from ctatune.records import PROTOCOL, Phase, Platform, Prediction, Regime
 from ctatune.rows import PredictionRow, Row
 from ctatune.seed import shipped
@@ -85,9 +85,7 @@ def best(
 
     Raises: NoAnswer; UsageError for an impossible problem; StoreError for a damaged database.
     """
-    m, k, h, n = parse_shape(shape)
-    kind = {"gpus": gpus, "dtype": dtype, "activation": activation, "output": output}
-    problem = Problem(m=m, k=k, h=h, n=n, **kind)  # type: ignore[arg-type]  # it checks them
+    problem = Problem.of(shape, gpus=gpus, dtype=dtype, activation=activation, output=output)
     return choose(problem, db, platform)
 
 

@@ -20,7 +20,7 @@ import click
 from ctatune import __version__
 from ctatune.errors import CtatuneError, UsageError
 from ctatune.presets import PRESETS
-from ctatune.problem import ACTIVATIONS, DTYPES, OUTPUTS, Problem, parse_shape
+from ctatune.problem import ACTIVATIONS, DTYPES, OUTPUTS, Problem
 
 FAILED, WRONG_USAGE, NO_ANSWER, INTERRUPTED = 1, 2, 3, 130
 
@@ -137,7 +137,7 @@ def search(
     from ctatune.progress import Progress
 
     seconds = _seconds(time_text) if time_text else None
-    problems = [_problem(shape, problem_fields) for shape in shapes]
+    problems = [Problem.of(shape, **problem_fields) for shape in shapes]
     choices = []
     with session.open_session(problems[0].gpus, db, platform, _command()) as opened:
         if opened.simulates:
@@ -201,7 +201,9 @@ def bench(
     named = [shape for preset in presets for shape in PRESETS[preset]]
     if not (shapes or named):
         raise UsageError("nothing to race: give --shape or --preset")
-    problems = list(dict.fromkeys(_problem(shape, problem_fields) for shape in (*shapes, *named)))
+    problems = list(
+        dict.fromkeys(Problem.of(shape, **problem_fields) for shape in (*shapes, *named))
+    )
     if not stored:
         with session.open_session(problems[0].gpus, db, platform, _command()) as opened:
             if opened.simulates:
@@ -258,11 +260,6 @@ def merge(files: tuple[Path, ...], db: Path | None) -> None:
 
 def _command() -> str:
     return "ctatune " + shlex.join(sys.argv[1:])
-
-
-def _problem(shape: str, fields: dict[str, Any]) -> Problem:
-    m, k, h, n = parse_shape(shape)
-    return Problem(m=m, k=k, h=h, n=n, **fields)
 
 
 def _seconds(text: str) -> float:

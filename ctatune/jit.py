@@ -82,16 +82,17 @@ def kernel_hash() -> str:
     return digest(re.sub(r"\s+", " ", code).strip())
 
 
-def _version(wheel: str) -> str:
+def version_of(wheel: str) -> str | None:
+    """The version of an installed wheel."""
     try:
         return importlib.metadata.version(wheel)
     except importlib.metadata.PackageNotFoundError:
-        return "absent"
+        return None
 
 
 def compiler_versions() -> str:
     """Versions of the wheels that shape a cubin, for keys and for the record."""
-    return " ".join(f"{wheel} {_version(wheel)}" for wheel in _COMPILER_WHEELS)
+    return " ".join(f"{wheel} {version_of(wheel) or 'absent'}" for wheel in _COMPILER_WHEELS)
 
 
 def _include_paths() -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ctatune.errors import UsageError
 
@@ -56,6 +56,12 @@ class Problem:
             if getattr(self, name) not in known:
                 choices = ", ".join(known)
                 raise UsageError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+
+    @classmethod
+    def of(cls, shape: str, **rest: Any) -> Problem:
+        """The problem of a shape `MxKxHxN`, or `MxKxH` for n = k."""
+        m, k, h, n = parse_shape(shape)
+        return cls(m=m, k=k, h=h, n=n, **rest)
 
     @property
     def layers(self) -> tuple[Layer, Layer]:

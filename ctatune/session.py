@@ -6,7 +6,6 @@ import platform as python_platform
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ctatune import jit, machine_model, search
@@ -107,10 +106,5 @@ def _model_of(worker: Worker) -> MachineModel:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": python_platform.python_version()}
-    for wheel in _RECORDED:
-        try:
-            found[wheel] = version(wheel)
-        except PackageNotFoundError:
-            continue
-    return found
+    found = {wheel: version for wheel in _RECORDED if (version := jit.version_of(wheel))}
+    return {"python": python_platform.python_version()} | found
