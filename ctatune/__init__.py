@@ -2,7 +2,8 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from ctatune.choice import Choice, NoAnswer, best
+from ctatune.choice import Choice, best
+from ctatune.errors import NoAnswer
 
 try:
     __version__ = version("ctatune")

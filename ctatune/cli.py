@@ -22,32 +22,22 @@ from ctatune.errors import CtatuneError, UsageError
 from ctatune.presets import PRESETS
 from ctatune.problem import ACTIVATIONS, DTYPES, OUTPUTS, Problem
 
-FAILED, WRONG_USAGE, NO_ANSWER, INTERRUPTED = 1, 2, 3, 130
+FAILED, NO_ANSWER, INTERRUPTED = 1, 3, 130
 
 
 class _Commands(click.Group):
     """Turns every error that ctatune raises on purpose into one line and an exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        from ctatune.choice import NoAnswer
-
         try:
             return super().invoke(ctx)
-        except UsageError as error:
-            code = _complain(error, WRONG_USAGE)
-        except NoAnswer as error:
-            code = _complain(error, NO_ANSWER)
         except CtatuneError as error:
-            code = _complain(error, FAILED)
+            message, code = str(error), error.exit_code
         except KeyboardInterrupt:
             message = "stopped; what was tried is stored, and the same command goes on"
-            code = _complain(message, INTERRUPTED)
+            code = INTERRUPTED
+        click.echo(f"ctatune: {message}", err=True)
         sys.exit(code)
-
-
-def _complain(message: object, code: int) -> int:
-    click.echo(f"ctatune: {message}", err=True)
-    return code
 
 
 def _options(*options: Callable) -> Callable:
