@@ -54,15 +54,14 @@ def preamble(config: Config, *, skip_wait: bool = False) -> str:
         "kDownSplit": config.down.split_k,
         "kStages": config.stages,
         "kSlabs": config.d_slabs,
-    }
-    lines = [f"constexpr int {name} = {value};" for name, value in constants.items()]
-    switches = {
         "kMulticast": config.multicast,
         "kDirect": config.direct,
         "kSkipWait": skip_wait,
     }
-    lines += [f"constexpr bool {name} = {str(on).lower()};" for name, on in switches.items()]
-    return "\n".join(lines) + "\n"
+    return "".join(
+        f"constexpr {type(value).__name__} {name} = {str(value).lower()};\n"
+        for name, value in constants.items()
+    )
 
 
 @cache

@@ -32,13 +32,10 @@ class Session:
         path: Path,
         machine: MachineModel,
         worker: Worker | None,
-        *,
-        gpus: int,
         command: str,
     ) -> None:
-        self._store, self._path, self._worker = store, path, worker
-        self._machine = machine.for_gpus(gpus)
-        self._platform = worker.platform if worker else self._machine.platform
+        self._store, self._path, self._worker, self._machine = store, path, worker, machine
+        self._platform = worker.platform if worker else machine.platform
         self._run_id = store.begin_run(
             self._platform,
             command=command,
@@ -94,7 +91,7 @@ def open_session(
         raise DeviceError(f"{gpus} GPUs are asked for, this machine has {present}")
     with Store.open(path) as store, nullcontext() if simulates else Worker(gpus) as worker:
         machine = _model_of(worker) if worker else machine_model.load(platform)
-        yield Session(store, path, machine, worker, gpus=gpus, command=command)
+        yield Session(store, path, machine.for_gpus(gpus), worker, command)
 
 
 def _model_of(worker: Worker) -> MachineModel:
