@@ -12,7 +12,7 @@ import time
 from ctatune.config import AnyConfig, Baseline
 from ctatune.contestants import Contestants
 from ctatune.measure import Bench
-from ctatune.problem import Problem, parse_shape
+from ctatune.problem import Problem
 from ctatune.records import PROTOCOL
 from ctatune.space import FAMILIES, why_invalid
 from ctatune.telemetry import Telemetry
@@ -33,8 +33,7 @@ def main() -> None:
     telemetry: Telemetry = bench._telemetry  # it holds the lock of the GPU
     print(bench.platform(), f"protocol {PROTOCOL}", sep="\n")
     for shape in sys.argv[1:]:
-        m, k, h, n = parse_shape(shape)
-        problem = Problem(m=m, k=k, h=h, n=n)
+        problem = Problem.of(shape)
         for config in contestants(problem):
             with bench.gpus.arena() as arena:
                 method = Contestants(bench.gpus).prepare(arena, problem, config, 1)

@@ -16,7 +16,7 @@ from ctatune.abi import STAMPS
 from ctatune.launch import Mlp
 from ctatune.measure import Bench
 from ctatune.operands import Inputs, place
-from ctatune.problem import Problem, parse_shape
+from ctatune.problem import Problem
 from ctatune.records import PROTOCOL
 from ctatune.schedule import DOWN, NOTHING, build
 from ctatune.space import default_config
@@ -36,8 +36,7 @@ def spread(values: np.ndarray) -> str:
 
 
 def main() -> None:
-    m, k, h, n = parse_shape(sys.argv[1])
-    problem = Problem(m=m, k=k, h=h, n=n, gpus=int(sys.argv[2]))
+    problem = Problem.of(sys.argv[1], gpus=int(sys.argv[2]))
     changes = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
     config = replace(default_config(problem), **changes)
     bench = Bench(problem.gpus)

@@ -15,7 +15,7 @@ import torch
 
 from ctatune.config import Baseline
 from ctatune.measure import SCREEN_ROUNDS, Bench
-from ctatune.problem import Problem, parse_shape
+from ctatune.problem import Problem
 from ctatune.records import PROTOCOL
 from ctatune.stats import median_interval
 from ctatune.timing import Timer
@@ -60,8 +60,7 @@ def main() -> None:
     bench = Bench(2)
     print(bench.platform(), f"protocol {PROTOCOL}", f"torch {torch.__version__}", sep="\n")
     for text in sys.argv[1:]:
-        m, k, h, n = parse_shape(text)
-        problem = Problem(m=m, k=k, h=h, n=n, gpus=2)
+        problem = Problem.of(text, gpus=2)
         measured = bench.trial(problem, Baseline(method="tp"), 1)
         print(problem.shape, "tp", measured.latency_us, measured.interval_us)
         print(problem.shape, "torch", torch_tp(bench, problem))

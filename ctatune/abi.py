@@ -19,12 +19,11 @@ from numpy.typing import NDArray
 from ctatune.config import Config, Tile
 from ctatune.errors import PipelineTimeoutError
 from ctatune.gpus import LINE_BYTES, Arena, Gpus, check
-from ctatune.problem import MAX_GPUS
+from ctatune.problem import BF16_BYTES, MAX_GPUS
 from ctatune.space import TILE_K, out_rows
 
 GROUP_THREADS = 128
 SEGMENT_UNIT = 256
-BF16_BYTES = 2
 POLL_TIMEOUT_NS = 2_000_000_000
 
 PARAMS = np.dtype(

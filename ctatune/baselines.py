@@ -6,17 +6,20 @@ They need the extra `baselines`; `why_not` says what lacks or which rule a probl
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 
-from ctatune.abi import BF16_BYTES
 from ctatune.config import Baseline
-from ctatune.gpus import Arena, Gpus
+from ctatune.cublas import Sizes
+from ctatune.gpus import Arena
 from ctatune.graphs import Graphed
-from ctatune.methods import Libraries, Method, Product
+from ctatune.methods import Libraries, Method
 from ctatune.microbatch import MicroBatch
 from ctatune.operands import Inputs, cold_sets
-from ctatune.problem import Problem
+from ctatune.problem import BF16_BYTES, Problem
 from ctatune.reduce import TwoShotReduce
 from ctatune.schedule import Columns, split_columns
+
+_Product = Callable[[int, int, int, int, Sizes], None]  # (gpu, x, w, y, sizes): tune or gemm
 
 
 def why_missing() -> str | None:
@@ -80,10 +83,10 @@ class _RowSplit:
             ]
             for i in range(self.sets)
         ]
-        self._joints = _Joints(gpus, count)
+        self._events = [gpus.event(gpu) for gpu in range(count)]
         self._products(libraries.blas.tune, 0)
 
-    def _products(self, run: Product, which: int) -> None:
+    def _products(self, run: _Product, which: int) -> None:
         """`run` both layers of every GPU that has rows."""
         problem = self._problem
         for gpu, (x, w_up, w_down) in enumerate(self._sets[which % self.sets]):
@@ -103,20 +106,9 @@ class _RowSplit:
             for peer, to in self.y2.items():
                 if peer != gpu and nbytes:
                     self._gpus.copy(to + offset, y2 + offset, nbytes, stream)
-        self._joints.join()
+        self._join()
 
-    def check(self) -> None:
-        """Nothing polls here."""
-
-
-class _Joints:
-    """Makes the streams of the first `count` GPUs wait for each other."""
-
-    def __init__(self, gpus: Gpus, count: int) -> None:
-        self._gpus = gpus
-        self._events = [gpus.event(gpu) for gpu in range(count)]
-
-    def join(self) -> None:
+    def _join(self) -> None:
         """What is enqueued after this on any stream waits for what was enqueued on all."""
         if len(self._events) == 1:
             return
@@ -128,6 +120,9 @@ class _Joints:
             for peer, event in enumerate(self._events):
                 if peer != gpu:
                     self._gpus.streams[gpu].wait(event)
+
+    def check(self) -> None:
+        """Nothing polls here."""
 
 
 class _TensorParallel:
@@ -169,7 +164,7 @@ class _TensorParallel:
             self._reduce, self.check = two_shot.enqueue, two_shot.check
         self._products(libraries.blas.tune, 0)
 
-    def _products(self, run: Product, which: int) -> None:
+    def _products(self, run: _Product, which: int) -> None:
         m, k, n = self._problem.m, self._problem.k, self._problem.n
         for gpu, (x, w_up, w_down) in enumerate(self._sets[which % self.sets]):
             width = self._parts[gpu].width

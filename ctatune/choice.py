@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from ctatune import jit
 from ctatune.config import OWN_KERNEL, AnyConfig, Baseline
-from ctatune.errors import CtatuneError, UsageError
+from ctatune.errors import NoAnswer, UsageError
 from ctatune.machine_model import DEFAULT_PLATFORM, load
-from ctatune.problem import Output, Problem, parse_shape
+from ctatune.problem import Output, Problem
 from ctatune.records import PROTOCOL, Phase, Platform, Prediction, Regime
 from ctatune.rows import PredictionRow, Row
 from ctatune.seed import shipped
@@ -25,10 +25,6 @@ Source = Literal["measured", "simulated", "predicted"]
 PLATFORM_COLUMNS = ("link", "sm_count", "power_limit_w", "driver", "cuda")  # move a latency too
 # Our kernel first: its result is bit for bit that of one GPU, and a call is one launch a GPU.
 TIE_ORDER = ("cta", "tp", "tp_twoshot", "microbatch", "microbatch_cta", "single")
-
-
-class NoAnswer(CtatuneError):  # noqa: N818
-    """Nothing is known for the problem, and nothing can be computed (exit code 3)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +81,12 @@ def best(
 
     Raises: NoAnswer; UsageError for an impossible problem; StoreError for a damaged database.
     """
-    m, k, h, n = parse_shape(shape)
-    kind = {"gpus": gpus, "dtype": dtype, "activation": activation, "output": output}
-    problem = Problem(m=m, k=k, h=h, n=n, **kind)  # type: ignore[arg-type]  # it checks them
+    problem = Problem.of(shape, gpus=gpus, dtype=dtype, activation=activation, output=output)
+    return choose(problem, db, platform)
+
+
+def choose(problem: Problem, db: Path | None, platform: str | None) -> Choice:
+    """`best` of a problem."""
     user = _read(db or default_path(), problem)
     wanted = _wanted(problem, _platform(user, platform))
     ours, theirs = _same(user.rows, wanted), _same(shipped(problem.shape), wanted)
@@ -102,9 +101,8 @@ def best(
 def stored_rows(problem: Problem, db: Path | None, platform: str | None) -> list[Row]:
     """The rows that could answer for a problem: shipped ones, then the user's."""
     user = _read(db or default_path(), problem)
-    rows = (*shipped(problem.shape), *user.rows)
     wanted = _wanted(problem, _platform(user, platform))
-    return _same(rows, wanted)
+    return _same((*shipped(problem.shape), *user.rows), wanted)
 
 
 def _platform(user: _Known, name: str | None) -> dict[str, Any]:
@@ -118,8 +116,7 @@ def _platform(user: _Known, name: str | None) -> dict[str, Any]:
 
 
 def _identity(platform: Platform) -> dict[str, Any]:
-    values = {name: getattr(platform, name) for name in PLATFORM_COLUMNS}
-    return {"platform": platform.name} | values
+    return {"platform": platform.name} | {c: getattr(platform, c) for c in PLATFORM_COLUMNS}
 
 
 def _read(path: Path, problem: Problem) -> _Known:
@@ -137,21 +134,14 @@ def _read(path: Path, problem: Problem) -> _Known:
 
 def _wanted(problem: Problem, platform: dict[str, Any]) -> dict[str, Any]:
     """What must be equal in a row that answers for the problem, by the name of the column."""
-    return platform | {
-        "gpus": problem.gpus,
-        "dtype": problem.dtype,
-        "activation": problem.activation,
-        "output": problem.output,
-        "regime": f"{Regime().load}/{Regime().cache}",
-        "protocol": PROTOCOL,
-        "kernel_hash": jit.kernel_hash(),
-    }
+    asked = {name: getattr(problem, name) for name in ("gpus", "dtype", "activation", "output")}
+    now = {"regime": str(Regime()), "protocol": PROTOCOL, "kernel_hash": jit.kernel_hash()}
+    return platform | asked | now
 
 
 def _differences(row: Row, wanted: dict[str, Any]) -> list[str]:
-    regime = row.measurement.regime
     have = _wanted(row.problem, _identity(row.platform))
-    have |= {"regime": f"{regime.load}/{regime.cache}", "protocol": row.protocol}
+    have |= {"regime": str(row.measurement.regime), "protocol": row.protocol}
     if row.config.method in OWN_KERNEL:
         have["kernel_hash"] = row.kernel_hash
     unequal = [name for name in wanted if have[name] != wanted[name]]

@@ -20,35 +20,24 @@ import click
 from ctatune import __version__
 from ctatune.errors import CtatuneError, UsageError
 from ctatune.presets import PRESETS
-from ctatune.problem import ACTIVATIONS, DTYPES, OUTPUTS, Problem, parse_shape
+from ctatune.problem import ACTIVATIONS, DTYPES, OUTPUTS, Problem
 
-FAILED, WRONG_USAGE, NO_ANSWER, INTERRUPTED = 1, 2, 3, 130
+FAILED, NO_ANSWER, INTERRUPTED = 1, 3, 130
 
 
 class _Commands(click.Group):
     """Turns every error that ctatune raises on purpose into one line and an exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        from ctatune.choice import NoAnswer
-
         try:
             return super().invoke(ctx)
-        except UsageError as error:
-            code = _complain(error, WRONG_USAGE)
-        except NoAnswer as error:
-            code = _complain(error, NO_ANSWER)
         except CtatuneError as error:
-            code = _complain(error, FAILED)
+            message, code = str(error), error.exit_code
         except KeyboardInterrupt:
-            code = _complain(
-                "stopped; what was tried is stored, and the same command goes on", INTERRUPTED
-            )
+            message = "stopped; what was tried is stored, and the same command goes on"
+            code = INTERRUPTED
+        click.echo(f"ctatune: {message}", err=True)
         sys.exit(code)
-
-
-def _complain(message: object, code: int) -> int:
-    click.echo(f"ctatune: {message}", err=True)
-    return code
 
 
 def _options(*options: Callable) -> Callable:
@@ -61,9 +50,7 @@ def _options(*options: Callable) -> Callable:
 
 
 _TRIALS_HELP = "Configs a shape, counting those that the database holds."
-_shape_option = click.option(
-    "--shape", "shapes", multiple=True, required=True, help="MxKxHxN, or MxKxH for N = K."
-)
+_SHAPE_HELP = "MxKxHxN, or MxKxH for N = K."
 _problem_options = _options(
     click.option("--gpus", type=int, required=True, help="Number of GPUs to use."),
     click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True),
@@ -79,12 +66,13 @@ _problem_options = _options(
 _db_option = click.option(
     "--db", type=click.Path(path_type=Path), help="Database file [$CTATUNE_DB]."
 )
+_json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 _common_options = _options(
     _db_option,
     click.option(
         "--platform", help="Another platform than this machine's; with it nothing is measured."
     ),
-    click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout."),
+    _json_option,
 )
 
 
@@ -99,12 +87,12 @@ def main(verbose: bool) -> None:
 
 @main.command()
 @_db_option
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+@_json_option
 def doctor(db: Path | None, as_json: bool) -> None:
     """Say what this machine has and lacks; peer access is probed by real writes."""
     from ctatune.doctor import examine
 
-    findings = examine(str(db) if db else None)
+    findings = examine(db)
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
@@ -116,7 +104,7 @@ def doctor(db: Path | None, as_json: bool) -> None:
 
 
 @main.command()
-@_shape_option
+@click.option("--shape", "shapes", multiple=True, required=True, help=_SHAPE_HELP)
 @click.option("--trials", type=click.IntRange(1), default=40, show_default=True, help=_TRIALS_HELP)
 @click.option(
     "--time",
@@ -139,7 +127,7 @@ def search(
     from ctatune.progress import Progress
 
     seconds = _seconds(time_text) if time_text else None
-    problems = [_problem(shape, problem_fields) for shape in shapes]
+    problems = [Problem.of(shape, **problem_fields) for shape in shapes]
     choices = []
     with session.open_session(problems[0].gpus, db, platform, _command()) as opened:
         if opened.simulates:
@@ -156,7 +144,7 @@ def search(
 
 
 @main.command()
-@click.option("--shape", required=True, help="MxKxHxN, or MxKxH for N = K.")
+@click.option("--shape", required=True, help=_SHAPE_HELP)
 @_problem_options
 @_common_options
 def best(
@@ -173,7 +161,7 @@ def best(
 
 
 @main.command()
-@click.option("--shape", "shapes", multiple=True, help="MxKxHxN, or MxKxH for N = K.")
+@click.option("--shape", "shapes", multiple=True, help=_SHAPE_HELP)
 @click.option(
     "--preset", "presets", type=click.Choice(list(PRESETS)), multiple=True, help="Named shapes."
 )
@@ -203,7 +191,9 @@ def bench(
     named = [shape for preset in presets for shape in PRESETS[preset]]
     if not (shapes or named):
         raise UsageError("nothing to race: give --shape or --preset")
-    problems = list(dict.fromkeys(_problem(shape, problem_fields) for shape in (*shapes, *named)))
+    problems = list(
+        dict.fromkeys(Problem.of(shape, **problem_fields) for shape in (*shapes, *named))
+    )
     if not stored:
         with session.open_session(problems[0].gpus, db, platform, _command()) as opened:
             if opened.simulates:
@@ -235,7 +225,7 @@ def export(db: Path | None, platform: str | None, as_json: bool) -> None:
     from ctatune.seed import export_lines
     from ctatune.store import Store, default_path
 
-    with Store.open(db or default_path(), create=False, read_only=True) as store:
+    with Store.open(db or default_path(), read_only=True) as store:
         lines = list(export_lines(store, platform=platform))
     click.echo("[" + ",\n".join(lines) + "]" if as_json else "\n".join(lines))
 
@@ -262,11 +252,6 @@ def _command() -> str:
     return "ctatune " + shlex.join(sys.argv[1:])
 
 
-def _problem(shape: str, fields: dict[str, Any]) -> Problem:
-    m, k, h, n = parse_shape(shape)
-    return Problem(m=m, k=k, h=h, n=n, **fields)
-
-
 def _seconds(text: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h)", text)
     if not found:
@@ -278,18 +263,15 @@ def _seconds(text: str) -> float:
 
 
 def _print_choice(choice: Any) -> None:
-    click.echo(
-        f"{choice.shape} {choice.dtype} {choice.output} on {choice.gpus} x {choice.platform}"
-    )
+    where = f"{choice.output} on {choice.gpus} x {choice.platform}"
+    click.echo(f"{choice.shape} {choice.dtype} {where}")
     click.echo(f"  {choice.config}")
-    between = (
-        "" if choice.interval_us is None else " ({:.1f} .. {:.1f})".format(*choice.interval_us)
-    )
+    between = " ({:.1f} .. {:.1f})".format(*choice.interval_us) if choice.interval_us else ""
     click.echo(f"  {choice.latency_us:.1f} us{between}, {choice.source}")
-    others = (pair for pair in choice.baselines.items() if pair[0] != choice.method)
-    for method, latency_us in others:
-        ratio = choice.latency_us / latency_us
-        click.echo(f"  {method}: {latency_us:.1f} us; the answer is {ratio:.3f} of it")
+    for method, latency_us in choice.baselines.items():
+        if method != choice.method:
+            ratio = choice.latency_us / latency_us
+            click.echo(f"  {method}: {latency_us:.1f} us; the answer is {ratio:.3f} of it")
     if choice.note:
         click.echo(f"  note: {choice.note}")
 

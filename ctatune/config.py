@@ -86,6 +86,11 @@ class Config:
             raise UsageError(f"stage_split is p_up:p_down, got {self.stage_split}")
 
     @property
+    def tiles(self) -> tuple[Tile, Tile]:
+        """The tile of each layer."""
+        return self.up, self.down
+
+    @property
     def cluster(self) -> int:
         """CTAs of a cluster, which run at the same time on neighbouring SMs."""
         return 2 if self.multicast else max(self.up.split_k, self.down.split_k)

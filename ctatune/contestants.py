@@ -14,7 +14,6 @@ from ctatune.operands import Inputs, cold_sets, elements_read, place
 from ctatune.problem import Problem
 from ctatune.records import KernelBuild
 from ctatune.schedule import Columns, build
-from ctatune.verify import promised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +71,6 @@ class Contestants:
             check=mlp.check,
             poison=mlp.poison,
             y2=dict(enumerate(sets[0].y2)),
-            where=promised(schedule),
+            where=schedule.promised(),
             kernel=mlp.build(),
         )

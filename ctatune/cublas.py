@@ -30,18 +30,15 @@ _MAX_ALIGNMENT = 256  # bytes; what cuBLASLt assumes unless it is told otherwise
 Sizes = tuple[int, int, int]  # (m, n, k)
 
 
-class _Layouts(NamedTuple):
-    """The matrices of Y^T = (W as k x n)^T (X as k x m), column-major, for cuBLASLt."""
+class _Plan(NamedTuple):
+    """How products of one size run. `algorithm` is an address in `kept`, or _GEMM_EX.
+
+    `w`, `x` and `y` are the layouts of Y^T = (W as k x n)^T (X as k x m), column-major.
+    """
 
     w: int
     x: int
     y: int
-
-
-class _Plan(NamedTuple):
-    """How products of one size run. `algorithm` is an address in `kept`, or _GEMM_EX."""
-
-    layouts: _Layouts
     algorithm: int
     kept: NDArray[Any]
 
@@ -118,11 +115,11 @@ class Cublas:
             self._lt_handles[gpu],
             self._product,
             self._one.ctypes.data,
-            *(w, plan.layouts.w),
-            *(x, plan.layouts.x),
+            *(w, plan.w),
+            *(x, plan.x),
             self._zero.ctypes.data,
-            *(y, plan.layouts.y),
-            *(y, plan.layouts.y),
+            *(y, plan.y),
+            *(y, plan.y),
             plan.algorithm,
             self._workspaces[gpu],
             _WORKSPACE_BYTES,
@@ -174,9 +171,9 @@ class Cublas:
         """What the heuristic of cuBLASLt offers, and cublasGemmEx."""
         m, n, k = sizes
         lt = self._lt
-        create = lt.matrix_layout_create
-        layouts = _Layouts(
-            w=create(_BF16, k, n, k), x=create(_BF16, k, m, k), y=create(_BF16, n, m, n)
+        w, x, y = (
+            lt.matrix_layout_create(_BF16, rows, columns, rows)
+            for rows, columns in ((k, n), (k, m), (n, m))
         )
         result: Any = lt.matmul_heuristic_result_dtype
         found: NDArray[Any] = np.zeros(_ALGORITHMS, result)
@@ -186,7 +183,7 @@ class Cublas:
             lt.matmul_algo_get_heuristic(
                 self._lt_handles[gpu],
                 self._product,
-                *(layouts.w, layouts.x, layouts.y, layouts.y),
+                *(w, x, y, y),
                 preference,
                 _ALGORITHMS,
                 found.ctypes.data,
@@ -197,7 +194,7 @@ class Cublas:
         lt.matmul_preference_destroy(preference)
         good = [i for i in range(int(count[0])) if found["state"][i] == 0]
         algorithms = [found["algo"][i:].ctypes.data for i in good]
-        return [_Plan(layouts, algorithm, found) for algorithm in [*algorithms, _GEMM_EX]]
+        return [_Plan(w, x, y, algorithm, found) for algorithm in [*algorithms, _GEMM_EX]]
 
     def _preference(self, alignment: int) -> int:
         """fp32 partial sums only: bf16 ones are faster and would be another result."""

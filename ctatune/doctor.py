@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from ctatune import baselines, jit, store
 from ctatune.errors import CtatuneError
@@ -21,7 +22,7 @@ class Finding:
     detail: str
 
 
-def examine(database: str | None = None) -> list[Finding]:
+def examine(database: Path | None = None) -> list[Finding]:
     """Everything that a search needs, in the order in which it would need it."""
     return [
         _try("python", lambda: (sys.version_info >= (3, 11), sys.version.split()[0])),
@@ -59,7 +60,7 @@ def _baselines() -> tuple[bool | None, str]:
     return (None, missing) if missing else (True, "cuBLAS by nvmath-python")
 
 
-def _database(path: str | None) -> tuple[bool, str]:
+def _database(path: Path | None) -> tuple[bool, str]:
     with store.Store.open(path or store.default_path()) as opened:
         counts = len(opened.measurements()), len(opened.predictions())
         return True, "{}: {} measurements, {} predictions".format(

@@ -4,13 +4,23 @@
 class CtatuneError(Exception):
     """Base of every error that ctatune raises on purpose; the message is one line for a person."""
 
+    exit_code = 1  # of a command that it ends
+
 
 class UsageError(CtatuneError, ValueError):
-    """The caller asked for something that no machine could do (exit code 2)."""
+    """The caller asked for something that no machine could do."""
+
+    exit_code = 2
+
+
+class NoAnswer(CtatuneError):  # noqa: N818
+    """Nothing is known for a problem, and nothing can be computed."""
+
+    exit_code = 3
 
 
 class DeviceError(CtatuneError):
-    """The machine lacks something, or a driver call failed (exit code 1)."""
+    """The machine lacks something, or a driver call failed."""
 
 
 class PipelineTimeoutError(DeviceError):
@@ -18,7 +28,7 @@ class PipelineTimeoutError(DeviceError):
 
 
 class StoreError(CtatuneError):
-    """The database cannot be opened, read or written (exit code 1)."""
+    """The database cannot be opened, read or written."""
 
 
 class ScheduleError(CtatuneError):

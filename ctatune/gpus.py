@@ -123,7 +123,10 @@ class Gpus:
         self._support: dict[str, Any] = dict(
             zip(SUPPORT, self.load(jit.cubin("support"), SUPPORT), strict=True)
         )
-        self._gate = _Gate(self.streams)
+        flags = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
+        self._gate_address = int(check(driver.cuMemHostAlloc(PROBE_BYTES, flags)))
+        self._gate = ctypes.c_uint32.from_address(self._gate_address)
+        self._gate.value = 0
         self.probe_peers()
 
     def __len__(self) -> int:
@@ -203,11 +206,14 @@ class Gpus:
 
         Inside, nothing may wait for a stream: no zeroed memory, no uploads, no downloads.
         """
-        self._gate.close()
+        turn = self._gate.value + 1
+        at_least = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+        for stream in self.streams:
+            check(driver.cuStreamWaitValue32(stream.handle, self._gate_address, turn, at_least))
         try:
             yield
         finally:
-            self._gate.open()
+            self._gate.value = turn
 
     def _connect_peers(self) -> None:
         contexts = [device.context.handle for device in self.devices]
@@ -243,26 +249,6 @@ class Gpus:
         array = np.empty(shape, dtype=dtype)
         check(driver.cuMemcpyDtoH(array.ctypes.data, pointer, array.nbytes))
         return array
-
-
-class _Gate:
-    """One word of host memory that all streams wait for."""
-
-    def __init__(self, streams: Sequence[Any]) -> None:
-        flags = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
-        self._address = int(check(driver.cuMemHostAlloc(PROBE_BYTES, flags)))
-        self._word = ctypes.c_uint32.from_address(self._address)
-        self._word.value = 0
-        self._streams = streams
-
-    def close(self) -> None:
-        self._turn = self._word.value + 1
-        at_least = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-        for stream in self._streams:
-            check(driver.cuStreamWaitValue32(stream.handle, self._address, self._turn, at_least))
-
-    def open(self) -> None:
-        self._word.value = self._turn
 
 
 def _refuse_serialised_launches() -> None:

@@ -19,6 +19,7 @@ import re
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 
@@ -30,7 +31,8 @@ _log = logging.getLogger(__name__)
 
 ARCH = "sm_90a"
 _SEAL_BYTES = 32  # a file of the cache is the SHA-256 of the cubin and the cubin
-_OPTIONS = ("-std=c++17", "-default-device")  # CuTe's headers leave out many __device__
+# CuTe's headers leave out many __device__.
+_OPTIONS: dict[str, Any] = {"std": "c++17", "device_as_default_execution_space": True}
 _COMPILER_WHEELS = ("nvidia-cutlass", "nvidia-cuda-nvrtc", "nvidia-cuda-cccl")
 
 
@@ -52,15 +54,14 @@ def preamble(config: Config, *, skip_wait: bool = False) -> str:
         "kDownSplit": config.down.split_k,
         "kStages": config.stages,
         "kSlabs": config.d_slabs,
-    }
-    lines = [f"constexpr int {name} = {value};" for name, value in constants.items()]
-    switches = {
         "kMulticast": config.multicast,
         "kDirect": config.direct,
         "kSkipWait": skip_wait,
     }
-    lines += [f"constexpr bool {name} = {str(on).lower()};" for name, on in switches.items()]
-    return "\n".join(lines) + "\n"
+    return "".join(
+        f"constexpr {type(value).__name__} {name} = {str(value).lower()};\n"
+        for name, value in constants.items()
+    )
 
 
 @cache
@@ -80,16 +81,17 @@ def kernel_hash() -> str:
     return digest(re.sub(r"\s+", " ", code).strip())
 
 
-def _version(wheel: str) -> str:
+def version_of(wheel: str) -> str | None:
+    """The version of an installed wheel."""
     try:
         return importlib.metadata.version(wheel)
     except importlib.metadata.PackageNotFoundError:
-        return "absent"
+        return None
 
 
 def compiler_versions() -> str:
     """Versions of the wheels that shape a cubin, for keys and for the record."""
-    return " ".join(f"{wheel} {_version(wheel)}" for wheel in _COMPILER_WHEELS)
+    return " ".join(f"{wheel} {version_of(wheel) or 'absent'}" for wheel in _COMPILER_WHEELS)
 
 
 def _include_paths() -> list[str]:
@@ -116,7 +118,7 @@ def cubin(name: str, constants: str = "") -> bytes:
     Raises: CompileError when NVRTC refuses the source; DeviceError when headers are missing.
     """
     text = constants + source(name)
-    key = digest("\0".join((text, ARCH, *_OPTIONS, compiler_versions())))
+    key = digest("\0".join((text, ARCH, str(_OPTIONS), compiler_versions())))
     path = cache_folder() / f"{name}-{key}.cubin"
     try:
         kept = path.read_bytes()
@@ -149,9 +151,8 @@ def _compile(name: str, text: str) -> bytes:
     options = ProgramOptions(
         name=f"{name}.cu",
         arch=ARCH,
-        std="c++17",
-        device_as_default_execution_space=True,
         include_path=_include_paths(),
+        **_OPTIONS,
     )
     try:
         return bytes(Program(text, "c++", options).compile("cubin").code)

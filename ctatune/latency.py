@@ -16,8 +16,8 @@ from functools import cache
 from ctatune.config import Config
 from ctatune.machine_model import MachineModel, Work, faded, pace_delay_us, prediction
 from ctatune.problem import Problem
-from ctatune.records import Prediction, Regime
-from ctatune.schedule import shares, split_columns
+from ctatune.records import Prediction
+from ctatune.schedule import layer_columns
 from ctatune.space import resident_ctas
 
 ESTIMATE = "estimate-2"
@@ -63,31 +63,21 @@ def single_us(problem: Problem, machine: MachineModel) -> Prediction:
     return prediction(total_us, machine.estimate_log_sigma, ESTIMATE)
 
 
-def roofline_us(
-    problem: Problem, machine: MachineModel, gpus: int, *, cache: str = Regime().cache
-) -> float:
+def roofline_us(problem: Problem, machine: MachineModel, gpus: int) -> float:
     """Time that no method on `gpus` GPUs can beat: peak arithmetic, and reading every weight once.
 
-    With a `warm` cache as many weights as L2 can hold need not be read. A measurement below this
-    is a timing fault.
+    A measurement below this is a timing fault.
     """
-    in_l2_bytes = gpus * machine.platform.l2_bytes if cache == "warm" else 0
-    read_bytes = max(0, problem.weight_bytes - in_l2_bytes)
     flops_us = problem.flops / (gpus * machine.peak_tflops) * 1e-6
-    return max(flops_us, read_bytes / (gpus * machine.peak_hbm_gbps) * 1e-3)
+    return max(flops_us, problem.weight_bytes / (gpus * machine.peak_hbm_gbps) * 1e-3)
 
 
 def gpu_parts(problem: Problem, config: Config, machine: MachineModel) -> list[Parts]:
     """The parts of both layers on each GPU; GPUs that do the same share the objects."""
-    layers = tuple(zip(problem.layers, (config.up, config.down), strict=True))
-    up, down = (
-        split_columns(layer.outputs, tile.n, shares(stage, config, problem.gpus))
-        for stage, (layer, tile) in enumerate(layers)
-    )
+    layers = tuple(zip(problem.layers, config.tiles, strict=True))
+    up, down = layer_columns(problem, config)
     ctas = config.ctas or resident_ctas(config, machine.platform.sm_count)
-    sharers = 2 if config.multicast else 1
     y1_gpus = sum(columns.width > 0 for columns in down)
-    last = problem.gpus - 1
 
     @cache
     def parts(up_columns: int, down_columns: int, y2_peers: int) -> Parts:
@@ -98,7 +88,7 @@ def gpu_parts(problem: Problem, config: Config, machine: MachineModel) -> list[P
                 columns=columns,
                 tile=tile,
                 ctas=ctas,
-                sharers=sharers,
+                sharers=2 if config.multicast else 1,
             )
             for (layer, tile), columns in zip(layers, (up_columns, down_columns), strict=True)
         )
@@ -109,12 +99,10 @@ def gpu_parts(problem: Problem, config: Config, machine: MachineModel) -> list[P
             _part(down_work, y2_peers, clock, config.pace_us, machine),
         )
 
-    y2_peers = {
-        "replicated": [last] * problem.gpus,
-        "sharded": [0] * problem.gpus,
-        "last": [1] * last + [0],
-    }[problem.output]
-    return [parts(up[g].width, down[g].width, y2_peers[g]) for g in range(problem.gpus)]
+    return [
+        parts(up[gpu].width, down[gpu].width, sum(to != gpu for to in problem.y2_gpus(gpu)))
+        for gpu in range(problem.gpus)
+    ]
 
 
 def _part(work: Work, peers: int, clock: float, pace_us: float, machine: MachineModel) -> Part:

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ctatune import abi
-from ctatune.abi import BF16_BYTES, PARAMS, STAMPS, Argument, Flags, tensor_map
+from ctatune.abi import PARAMS, STAMPS, Argument, Flags, tensor_map
 from ctatune.gpus import LINE_BYTES, Arena, Gpus
 from ctatune.kernel import Kernel
-from ctatune.problem import MAX_GPUS
+from ctatune.problem import BF16_BYTES, MAX_GPUS
 from ctatune.schedule import DOWN, UP, Schedule
 from ctatune.space import TILE_K
 

@@ -10,13 +10,12 @@ from pathlib import Path
 
 from ctatune.config import Tile
 from ctatune.errors import UsageError
-from ctatune.problem import DTYPES
+from ctatune.problem import BF16_BYTES
 from ctatune.records import Platform, Prediction
 from ctatune.rooms import room
 from ctatune.space import TILE_K
 
 DEFAULT_PLATFORM = "nvidia-h200-nv18"
-ELEMENT_BYTES = DTYPES["bf16"]
 L2_SHARE = 0.5  # of L2 that one operand can count on while the other streams through
 _Z90 = 1.645  # two-sided 90 % of a normal distribution
 # A burst of peer stores cost the next four tiles 19, 14, 6 and 2 us, as CTAs drift apart; stored at
@@ -58,7 +57,7 @@ class Work:
     @property
     def tile_bytes(self) -> float:
         """Mean bytes of an output tile; rows and columns that do not exist are not stored."""
-        return self.m * self.columns * ELEMENT_BYTES / max(1, self.tiles)
+        return self.m * self.columns * BF16_BYTES / max(1, self.tiles)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +150,7 @@ class MachineModel:
         return sum(self.tensor_us(work) * work.tiles / work.ctas for work in layers)
 
     def epilogue_us(self, tile: Tile) -> float:
-        return tile.m * tile.n * ELEMENT_BYTES / self.epilogue_gbps * 1e-3
+        return tile.m * tile.n * BF16_BYTES / self.epilogue_gbps * 1e-3
 
     def tile_time_us(self, work: Work, clock: float = 1.0) -> float:
         """Time from the start of a tile in a CTA to its result in shared memory.
@@ -161,7 +160,7 @@ class MachineModel:
         """
         if not work.tiles:
             return 0.0
-        row_bytes = TILE_K * ELEMENT_BYTES * work.k_steps
+        row_bytes = TILE_K * BF16_BYTES * work.k_steps
         loaded_bytes = (min(work.tile.m, work.m) + work.tile.n) * row_bytes
         read_bytes = (min(work.tile.m, work.m) + work.tile.n / work.sharers) * row_bytes
         l2_us = read_bytes / (self.l2_gbps / work.active) * 1e-3
@@ -177,7 +176,7 @@ class MachineModel:
         A wave covers `rows` tile rows. Weights that do not stay in L2 are read again for each
         `rows`, inputs that do not stay are read again for each wave across the columns.
         """
-        row_bytes = work.inputs * ELEMENT_BYTES
+        row_bytes = work.inputs * BF16_BYTES
         cache_bytes = L2_SHARE * self.platform.l2_bytes
         together = work.active / work.tile.split_k
         rows = min(work.tiles_m, max(work.tile.group_m, together / work.tiles_n))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Protocol
 
-from ctatune.cublas import Cublas, Sizes
+from ctatune.cublas import Cublas
 from ctatune.gpus import Gpus
 from ctatune.records import KernelBuild
 from ctatune.reduce import NcclAllReduce
@@ -30,12 +30,6 @@ class Method(Protocol):
     def check(self) -> None:
         """Raise PipelineTimeoutError if a finished call waited in vain."""
         ...
-
-
-class Product(Protocol):
-    """Computes Y = X W^T on a GPU: `Cublas.tune` or `Cublas.gemm`."""
-
-    def __call__(self, gpu: int, x: int, w: int, y: int, sizes: Sizes) -> None: ...
 
 
 class Libraries:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
-from ctatune.abi import BF16_BYTES
 from ctatune.config import Baseline
 from ctatune.cublas import Cublas, Sizes
 from ctatune.gemm import Gemm
 from ctatune.gpus import Arena, Gpus
 from ctatune.methods import Libraries
 from ctatune.operands import Inputs, cold_sets
-from ctatune.records import KernelBuild
+from ctatune.problem import BF16_BYTES
 from ctatune.schedule import Columns
 from ctatune.space import default_config
 
@@ -21,23 +20,8 @@ _GPUS = range(2)
 _Operands = Callable[[int, int, int], tuple[int, int, int, Sizes]]  # of (gpu, chunk, which)
 
 
-class Gemms(Protocol):
-    """The products of a micro-batched call: `up` of each chunk on GPU 0, `down` on GPU 1."""
-
-    @property
-    def kernel(self) -> KernelBuild | None: ...
-
-    def __call__(self, gpu: int, chunk: int, which: int) -> None:
-        """Enqueue one on the stream of its GPU."""
-        ...
-
-    def check(self) -> None:
-        """Raise PipelineTimeoutError if a finished one waited in vain."""
-        ...
-
-
 class _BlasGemms:
-    """By cuBLAS."""
+    """The products of a call, `up` of each chunk on GPU 0, `down` on GPU 1: by cuBLAS."""
 
     kernel = None
 
@@ -55,7 +39,7 @@ class _BlasGemms:
 
 
 class _OurGemms:
-    """By our kernel with the default config of a chunk; chunks of as many rows share a `Gemm`."""
+    """The same by our kernel with the default config of a chunk; one `Gemm` a size of chunks."""
 
     def __init__(
         self, arena: Arena, inputs: Inputs, operands: _Operands, chunks: list[Columns], sets: int
@@ -73,7 +57,7 @@ class _OurGemms:
                 gemm = Gemm(inputs.gpus, arena, gpu, config, m, n, k, pointers)
                 self._all.append(gemm)
                 self._of |= {(gpu, chunk): (gemm, i * sets) for i, chunk in enumerate(same)}
-        self.kernel: KernelBuild | None = self._all[0].build()
+        self.kernel = self._all[0].build()
 
     def __call__(self, gpu: int, chunk: int, which: int) -> None:
         gemm, first = self._of[gpu, chunk]
@@ -105,7 +89,7 @@ class MicroBatch:
             (inputs.x(0, i), inputs.w_up(0, up, i), inputs.w_down(1, down, i))
             for i in range(self.sets)
         ]
-        self._gemms: Gemms = (
+        self._gemms = (
             _BlasGemms(libraries.blas, self._operands, count)
             if baseline.method == "microbatch"
             else _OurGemms(arena, inputs, self._operands, self._chunks, self.sets)

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
-from ctatune.abi import BF16_BYTES
 from ctatune.gpus import Arena, Gpus
 from ctatune.launch import Operands
-from ctatune.problem import Problem
+from ctatune.problem import BF16_BYTES, Problem
 from ctatune.schedule import DOWN, UP, Columns, Schedule
 
 _X, _W_UP, _W_DOWN = 0, 1, 2
 MAX_SETS = 256  # enough for 0.5 MB a set
-
-
-class Block(NamedTuple):
-    """Rows and columns of a matrix that is `width` columns wide."""
-
-    rows: Columns
-    columns: Columns
-    width: int
 
 
 class Inputs:
@@ -31,12 +20,14 @@ class Inputs:
         self.gpus, self.problem = gpus, problem
         self._arena, self._seed = arena, seed
 
-    def _matrix(self, gpu: int, kind: int, which: int, block: Block) -> int:
-        rows, columns = block.rows, block.columns
+    def _matrix(
+        self, gpu: int, kind: int, which: int, rows: Columns, columns: Columns, width: int
+    ) -> int:
+        """Some rows and columns of a matrix that is `width` columns wide; 0 for none."""
         if not rows.width * columns.width:
             return 0
         pointer = self._arena.alloc(gpu, rows.width * columns.width * BF16_BYTES)
-        sizes = (rows.width, columns.width, rows.start, columns.start, block.width)
+        sizes = (rows.width, columns.width, rows.start, columns.start, width)
         self.gpus.support(
             "fill_normal",
             gpu,
@@ -45,7 +36,7 @@ class Inputs:
             pointer,
             *(np.int64(size) for size in sizes),
             np.uint64((self._seed * MAX_SETS + which) * 3 + kind),
-            np.float32(1.0 if kind == _X else block.width**-0.5),
+            np.float32(1.0 if kind == _X else width**-0.5),
         )
         return pointer
 
@@ -53,19 +44,19 @@ class Inputs:
         """The given rows (all) of X, each k long, of set `which`."""
         k = self.problem.k
         rows = rows or Columns(0, self.problem.m)
-        return self._matrix(gpu, _X, which, Block(rows, Columns(0, k), k))
+        return self._matrix(gpu, _X, which, rows, Columns(0, k), k)
 
     def w_up(self, gpu: int, rows: Columns, which: int = 0) -> int:
         """The given rows of W_up, each k long; 0 when there are none."""
         k = self.problem.k
-        return self._matrix(gpu, _W_UP, which, Block(rows, Columns(0, k), k))
+        return self._matrix(gpu, _W_UP, which, rows, Columns(0, k), k)
 
     def w_down(
         self, gpu: int, rows: Columns, which: int = 0, columns: Columns | None = None
     ) -> int:
         """The given rows of W_down and columns (all h) of them; 0 when there are none."""
         h = self.problem.h
-        return self._matrix(gpu, _W_DOWN, which, Block(rows, columns or Columns(0, h), h))
+        return self._matrix(gpu, _W_DOWN, which, rows, columns or Columns(0, h), h)
 
     def y2(self, gpu: int) -> int:
         """Room for Y2, m x n."""

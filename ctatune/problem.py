@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ctatune.errors import UsageError
 
 Output = Literal["replicated", "sharded", "last"]
 OUTPUTS: tuple[Output, ...] = ("replicated", "sharded", "last")
-DTYPES = {"bf16": 2}  # name -> bytes of one element
+BF16_BYTES = 2
+DTYPES = {"bf16": BF16_BYTES}  # name -> bytes of one element
 ACTIVATIONS = ("none",)
 MAX_GPUS = 8  # one NVLink island; the kernel's parameter block has room for as many
 MAX_DIMENSION = 1 << 20
@@ -56,12 +57,23 @@ class Problem:
                 choices = ", ".join(known)
                 raise UsageError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
 
+    @classmethod
+    def of(cls, shape: str, **rest: Any) -> Problem:
+        """The problem of a shape `MxKxHxN`, or `MxKxH` for n = k."""
+        m, k, h, n = parse_shape(shape)
+        return cls(m=m, k=k, h=h, n=n, **rest)
+
     @property
     def layers(self) -> tuple[Layer, Layer]:
         return (
             Layer(name="up", inputs=self.k, outputs=self.h),
             Layer(name="down", inputs=self.h, outputs=self.n),
         )
+
+    def y2_gpus(self, gpu: int) -> tuple[int, ...]:
+        """Who must have what `gpu` computes of Y2."""
+        everyone = tuple(range(self.gpus))
+        return {"replicated": everyone, "sharded": (gpu,), "last": everyone[-1:]}[self.output]
 
     @property
     def shape(self) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from ctatune.config import Config
+from ctatune.config import AnyConfig, Config
 
 ASKS = 200  # in a row that lead to nothing new before Optuna is given up
 Axes = tuple[str, str, str, str, str]
@@ -31,7 +31,7 @@ class Proposals:
     The objective is the logarithm of the latency; a failed trial is told as failed.
     """
 
-    def __init__(self, ranked: Sequence[Config], known: dict[str, float | None]) -> None:
+    def __init__(self, ranked: Sequence[Config], known: Mapping[AnyConfig, float | None]) -> None:
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -45,8 +45,8 @@ class Proposals:
         sampler = optuna.samplers.TPESampler(seed=0, n_startup_trials=0)
         self._study = optuna.create_study(sampler=sampler)
         for config in ranked:
-            if config.canonical() in known:
-                self.tell(config, known[config.canonical()])
+            if config in known:
+                self.tell(config, known[config])
 
     def tell(self, config: Config, latency_us: float | None) -> None:
         """Add a finished trial; None: it failed."""

@@ -35,6 +35,9 @@ class Regime:
     load: Literal["sustained", "burst"] = "sustained"
     cache: Literal["cold", "warm"] = "cold"
 
+    def __str__(self) -> str:
+        return f"{self.load}/{self.cache}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:

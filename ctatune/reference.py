@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ctatune.config import Tile
 from ctatune.errors import ScheduleError
 from ctatune.schedule import DOWN, NOTHING, UP, Columns, Schedule
 from ctatune.space import TILE_K, out_rows
@@ -113,6 +112,7 @@ class _State:
     ) -> None:
         problem = schedule.problem
         self.schedule, self.x, self.skip_wait = schedule, x, skip_wait
+        self.tiles = schedule.config.tiles
         self.local_weights = [
             [weight[part.start : part.stop] for part in parts]
             for weight, parts in zip(weights, schedule.columns, strict=True)
@@ -131,14 +131,11 @@ class _State:
         if layer == NOTHING:
             return True
         if cta.summed == self._sums(layer):
-            return len(self.parts[cta.gpu, cta.position - part]) == self._tile(layer).split_k
+            return len(self.parts[cta.gpu, cta.position - part]) == self.tiles[layer].split_k
         return self.skip_wait or self._missing(cta) is None
 
     def _slot(self, cta: _Cta) -> list[int]:
         return self.slots[cta.gpu][cta.position]
-
-    def _tile(self, layer: int) -> Tile:
-        return self.schedule.config.up if layer == UP else self.schedule.config.down
 
     def _sums(self, layer: int) -> int:
         """Steps that sum a tile: K of `up` in one, that of `down` a segment a step."""
@@ -185,7 +182,7 @@ class _State:
     def _sum(self, cta: _Cta, layer: int) -> None:
         """Adds one segment to the partial sums, in float32 and in the order of the schedule."""
         _, row, local, _, _, part = self._slot(cta)
-        problem, tile = self.schedule.problem, self._tile(layer)
+        problem, tile = self.schedule.problem, self.tiles[layer]
         if layer == UP:
             a, segment = self.x, Columns(0, problem.k)
         else:
@@ -201,7 +198,7 @@ class _State:
     def _finish(self, cta: _Cta, layer: int) -> None:
         """Adds the other parts to the CTA's own, in their order, and stores the rows it owns."""
         _, row, _, col, segment, part = self._slot(cta)
-        tile, parts = self._tile(layer), self.parts[cta.gpu, cta.position - part]
+        tile, parts = self.tiles[layer], self.parts[cta.gpu, cta.position - part]
         first = part * out_rows(tile)
         own = slice(first, first + out_rows(tile))
         result = parts[part][own]
@@ -232,13 +229,7 @@ class _State:
 
     def check_promises(self) -> None:
         """Raises: ScheduleError when an output that the problem promises was never written."""
-        problem, columns = self.schedule.problem, self.schedule.columns[DOWN]
-        for gpu, written in enumerate(self.written[DOWN]):
-            promised = {
-                "replicated": written,
-                "sharded": written[:, columns[gpu].start : columns[gpu].stop],
-                "last": written[:, : problem.n if gpu == problem.gpus - 1 else 0],
-            }[problem.output]
-            if not promised.all():
-                missing = promised.size - np.count_nonzero(promised)
+        for gpu, columns in self.schedule.promised():
+            written = self.written[DOWN][gpu][:, columns.start : columns.stop]
+            if missing := np.count_nonzero(~written):
                 raise ScheduleError(f"{missing} promised outputs were never stored on GPU {gpu}")

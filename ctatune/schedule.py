@@ -74,6 +74,12 @@ class Schedule:
         """What the CTAs of a GPU take: CTA c of C takes rows c, c + C, ... of `slots`."""
         return slots(self.tiles[gpu], self.config)
 
+    def promised(self) -> list[tuple[int, Columns]]:
+        """Which columns of Y2 must lie on which GPU after a call."""
+        if self.problem.output == "sharded":
+            return [(gpu, own) for gpu, own in enumerate(self.columns[DOWN]) if own.width]
+        return [(gpu, Columns(0, self.problem.n)) for gpu in self.problem.y2_gpus(0)]
+
     def senders(self, gpu: int) -> tuple[int, ...]:
         """Peers that store tiles of Y2 into `gpu`."""
         return tuple(g for g, to in enumerate(self.y2_gpus) if gpu in to and g != gpu)
@@ -100,6 +106,15 @@ def split_columns(count: int, tile_n: int, parts: list[float]) -> tuple[Columns,
     )
 
 
+def layer_columns(problem: Problem, config: Config) -> tuple[tuple[Columns, ...], ...]:
+    """The columns of each layer that each GPU computes."""
+    layers = zip(problem.layers, config.tiles, strict=True)
+    return tuple(
+        split_columns(layer.outputs, tile.n, shares(stage, config, problem.gpus))
+        for stage, (layer, tile) in enumerate(layers)
+    )
+
+
 def raster(layer: int, m: int, columns: Columns, tile: Tile, segment: int) -> NDArray[np.int32]:
     """Grouped raster: `group_m` tile rows at a time, column by column inside the group."""
     rows = np.arange(0, m, tile.m)
@@ -120,7 +135,7 @@ def slots(tiles: NDArray[np.int32], config: Config) -> NDArray[np.int32]:
     NOTHING fill the last cluster of a layer.
     """
     rows = []
-    for layer, tile in ((UP, config.up), (DOWN, config.down)):
+    for layer, tile in enumerate(config.tiles):
         own = np.repeat(tiles[tiles[:, 0] == layer], tile.split_k, axis=0)
         part = np.arange(len(own), dtype=np.int32) % tile.split_k
         padding = np.full((-len(own) % config.cluster, 6), (NOTHING, 0, 0, 0, 0, 0), np.int32)
@@ -130,11 +145,7 @@ def slots(tiles: NDArray[np.int32], config: Config) -> NDArray[np.int32]:
 
 def build(problem: Problem, config: Config) -> Schedule:
     """The schedule of a valid config (`space.why_invalid` is None) for a problem."""
-    layers = zip(problem.layers, (config.up, config.down), strict=True)
-    up, down = (
-        split_columns(layer.outputs, tile.n, shares(stage, config, problem.gpus))
-        for stage, (layer, tile) in enumerate(layers)
-    )
+    up, down = layer_columns(problem, config)
     everyone = range(problem.gpus)
     workers = [gpu for gpu in everyone if up[gpu].width]
     first = [workers.index(gpu) if gpu in workers else 0 for gpu in everyone]
@@ -153,7 +164,7 @@ def build(problem: Problem, config: Config) -> Schedule:
         columns=(up, down),
         tiles=tiles,
         y1_gpus=tuple(gpu for gpu in everyone if down[gpu].width),
-        y2_gpus=tuple(_y2_gpus(problem, gpu, down[gpu]) for gpu in everyone),
+        y2_gpus=tuple(problem.y2_gpus(gpu) if down[gpu].width else () for gpu in everyone),
         panels=-(-problem.m // config.up.m),
         segments=tuple(up[gpu] for gpu in workers),
     )
@@ -175,10 +186,3 @@ def alone(schedule: Schedule) -> Schedule:
         y1_gpus=(0,),
         y2_gpus=((0,),),
     )
-
-
-def _y2_gpus(problem: Problem, gpu: int, owned: Columns) -> tuple[int, ...]:
-    if not owned.width:
-        return ()
-    everyone = tuple(range(problem.gpus))
-    return {"replicated": everyone, "sharded": (gpu,), "last": everyone[-1:]}[problem.output]

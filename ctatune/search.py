@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from ctatune import latency, records, space
 from ctatune.computed import rank
@@ -52,53 +51,35 @@ class Step:
 
 
 Report = Callable[[Step], None]
-
-
-class Judge(Protocol):
-    """Where latencies come from: hardware or simulator. Stores what it finds."""
-
-    def known(self) -> dict[str, float | None]:
-        """Latency by canonical config of what the store holds already; None: it failed."""
-        ...
-
-    def raced(self) -> bool:
-        """Whether finalists were compared since the last trial."""
-        ...
-
-    def trial(self, config: AnyConfig) -> tuple[float | None, str]:
-        """Latency of one config, or None and the reason."""
-        ...
-
-    def finals(self, configs: Sequence[AnyConfig], controls: Sequence[AnyConfig]) -> None:
-        """Compare the finalists with each other; `controls` are those that run twice (A/A)."""
-        ...
+Known = dict[AnyConfig, float | None]  # latency of what was tried; None: it failed
 
 
 class Hardware:
-    """Measures in a worker. Every row is verified before it is timed."""
+    """Measures in a worker and stores each row, which is verified before it is timed."""
 
     def __init__(
         self, problem: Problem, store: Store, run_id: int, worker: Worker, machine: MachineModel
     ) -> None:
         self._problem, self._store, self._run_id = problem, store, run_id
-        self._worker = worker
-        self._machine = machine
+        self._worker, self._machine = worker, machine
         # One seed a search: all its trials are compared with one reference (measure.Bench).
         self._seed = random.SystemRandom().randrange(1 << 30)
 
-    def known(self) -> dict[str, float | None]:
-        found: dict[str, float | None] = {}
-        bad_luck: Counter[str] = Counter()
+    def known(self) -> Known:
+        """What the store holds already."""
+        found: Known = {}
+        bad_luck: Counter[AnyConfig] = Counter()
         for row in self._rows():
             if row.measurement.phase != "screen":
                 continue
-            key, outcome = row.config.canonical(), row.measurement.outcome
-            bad_luck[key] += outcome in RETRYABLE
-            if outcome not in RETRYABLE or bad_luck[key] == TRIES:
-                found[key] = row.measurement.latency_us if outcome == "ok" else None
+            config, outcome = row.config, row.measurement.outcome
+            bad_luck[config] += outcome in RETRYABLE
+            if outcome not in RETRYABLE or bad_luck[config] == TRIES:
+                found[config] = row.measurement.latency_us if outcome == "ok" else None
         return found
 
     def raced(self) -> bool:
+        """Whether finalists were compared since the last trial."""
         ours = [row.measurement.phase for row in self._rows() if row.config.method == "cta"]
         return ours[-1:] in (["final"], ["control"])
 
@@ -114,11 +95,12 @@ class Hardware:
         ]
 
     def trial(self, config: AnyConfig) -> tuple[float | None, str]:
-        measured = self._worker.trial(self._problem, config, self._seed)
-        measured = self._keep(config, measured)
+        """Latency of one config, or None and the reason."""
+        measured = self._keep(config, self._worker.trial(self._problem, config, self._seed))
         return (measured.latency_us if measured.outcome == "ok" else None), measured.detail
 
     def finals(self, configs: Sequence[AnyConfig], controls: Sequence[AnyConfig]) -> None:
+        """Compare the finalists with each other; `controls` are those that run twice (A/A)."""
         entries = [*configs, *controls]
         rows = self._worker.finals(self._problem, entries, self._seed)
         for i, (config, measured) in enumerate(zip(entries, rows, strict=True)):
@@ -136,16 +118,16 @@ class Hardware:
 
 
 class Simulated:
-    """Predicts with the discrete-event simulator; stores predictions, never measurements."""
+    """The same by the discrete-event simulator; stores predictions, never measurements."""
 
     def __init__(self, problem: Problem, store: Store, run_id: int, machine: MachineModel) -> None:
         self._problem, self._store, self._run_id = problem, store, run_id
         self._machine = machine
 
-    def known(self) -> dict[str, float | None]:
+    def known(self) -> Known:
         rows = self._store.predictions(self._problem, self._machine.platform.name)
         return {
-            row.config.canonical(): row.prediction.latency_us
+            row.config: row.prediction.latency_us
             for row in rows
             if row.prediction.model in (SIMULATOR, latency.ESTIMATE)
         }
@@ -165,6 +147,9 @@ class Simulated:
 
     def finals(self, configs: Sequence[AnyConfig], controls: Sequence[AnyConfig]) -> None:
         """Nothing to compare: see `raced`."""
+
+
+Judge = Hardware | Simulated  # where latencies come from
 
 
 def search(
@@ -189,23 +174,23 @@ def search(
     if not ranked:
         return 0
     known = judge.known()
-    latencies = [known[key] for c in ranked if (key := c.canonical()) in known]
+    latencies = [known[config] for config in ranked if config in known]
     tried, best_us = len(latencies), _fastest(latencies)
     made = 0
     for baseline in space.baselines(problem):
-        if baseline.canonical() not in known and time.monotonic() < end:
+        if baseline not in known and time.monotonic() < end:
             value, detail = judge.trial(baseline)
-            known[baseline.canonical()] = value
+            known[baseline] = value
             if value is None:
                 _log.warning("%s does not race: %s", baseline, detail)
     proposals = Proposals(ranked, known)
     for config in _order(problem, ranked, proposals):
         if tried + made >= trials or time.monotonic() > end:
             break
-        if config.canonical() in known:
+        if config in known:
             continue
         value, detail = judge.trial(config)
-        known[config.canonical()] = value
+        known[config] = value
         proposals.tell(config, value)
         made += 1
         best_us = _fastest([best_us, value])
@@ -253,9 +238,7 @@ def _diverse(ranked: Sequence[Config]) -> list[Config]:
     return list(families.values())[:FIRST_BY_ESTIMATE]
 
 
-def _finalists(
-    problem: Problem, ranked: Sequence[Config], known: dict[str, float | None]
-) -> list[AnyConfig]:
+def _finalists(problem: Problem, ranked: Sequence[Config], known: Known) -> list[AnyConfig]:
     """The best screened configs, and what always races: default, pure pipeline, baselines."""
     screened = _by_latency(ranked, known)
     if not screened:
@@ -270,9 +253,7 @@ def _finalists(
     return [*chosen, *best_of_method.values()]
 
 
-def _controls(
-    problem: Problem, finalists: Sequence[AnyConfig], known: dict[str, float | None]
-) -> list[AnyConfig]:
+def _controls(problem: Problem, finalists: Sequence[AnyConfig], known: Known) -> list[AnyConfig]:
     """Who runs twice: the best of ours, and the best baseline that may be the answer."""
     able = [c for c in finalists if space.answers(c, problem.gpus)]
     ours = _by_latency([c for c in able if isinstance(c, Config)], known)[:1]
@@ -280,9 +261,7 @@ def _controls(
     return [config for _, config in (*ours, *theirs)]
 
 
-def _by_latency(
-    configs: Sequence[AnyConfig], known: dict[str, float | None]
-) -> list[tuple[float, AnyConfig]]:
+def _by_latency(configs: Sequence[AnyConfig], known: Known) -> list[tuple[float, AnyConfig]]:
     """Latency and config of those that were measured well, the fastest first."""
-    pairs = [(us, c) for c in configs if (us := known.get(c.canonical())) is not None]
+    pairs = [(us, c) for c in configs if (us := known.get(c)) is not None]
     return sorted(pairs, key=lambda pair: pair[0])

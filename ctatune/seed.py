@@ -27,14 +27,14 @@ def export_lines(store: Store, *, platform: str | None = None) -> Iterator[str]:
 
     Ids, which are one database's own, are left out; predictions are never exported.
     """
-    rows = store.measurements(platform=platform)
-    order = {}
-    for run_id, run in {row.run_id: row.run for row in rows}.items():
-        order[run_id] = (run.platform.name, run.utc, canonical_json(_without_id(run)))
-    rows.sort(key=lambda row: (*order[row.run_id], row.trial))
-    for row in rows:
+    for row in sorted(store.measurements(platform=platform), key=_order):
         config = json.loads(row.config.canonical())
         yield canonical_json(_without_id(row) | {"run": _without_id(row.run), "config": config})
+
+
+def _order(row: Row) -> tuple[str, str, str, int]:
+    run = row.run
+    return run.platform.name, run.utc, canonical_json(_without_id(run)), row.trial
 
 
 def _without_id(value: Row | Run) -> dict[str, Any]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import platform as python_platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ctatune import jit, machine_model, search
-from ctatune.choice import Choice, best
+from ctatune.choice import Choice, choose
 from ctatune.errors import DeviceError, UsageError
 from ctatune.machine_model import MachineModel
 from ctatune.problem import Problem
@@ -33,13 +32,10 @@ class Session:
         path: Path,
         machine: MachineModel,
         worker: Worker | None,
-        *,
-        gpus: int,
         command: str,
     ) -> None:
-        self._store, self._path, self._worker = store, path, worker
-        self._machine = machine.for_gpus(gpus)
-        self._platform = worker.platform if worker else self._machine.platform
+        self._store, self._path, self._worker, self._machine = store, path, worker, machine
+        self._platform = worker.platform if worker else machine.platform
         self._run_id = store.begin_run(
             self._platform,
             command=command,
@@ -76,15 +72,7 @@ class Session:
             else search.Simulated(problem, store, run_id, machine)
         )
         search.search(problem, judge, machine, report, trials=trials, seconds=seconds, race=race)
-        return best(
-            problem.shape,
-            gpus=problem.gpus,
-            dtype=problem.dtype,
-            activation=problem.activation,
-            output=problem.output,
-            db=self._path,
-            platform=self._platform.name,
-        )
+        return choose(problem, self._path, self._platform.name)
 
 
 @contextmanager
@@ -101,13 +89,9 @@ def open_session(
     simulates = present == 0 or platform is not None
     if not simulates and present < gpus:
         raise DeviceError(f"{gpus} GPUs are asked for, this machine has {present}")
-    with Store.open(path) as store:
-        if simulates:
-            machine = machine_model.load(platform)
-            yield Session(store, path, machine, None, gpus=gpus, command=command)
-            return
-        with Worker(gpus) as worker:
-            yield Session(store, path, _model_of(worker), worker, gpus=gpus, command=command)
+    with Store.open(path) as store, nullcontext() if simulates else Worker(gpus) as worker:
+        machine = _model_of(worker) if worker else machine_model.load(platform)
+        yield Session(store, path, machine.for_gpus(gpus), worker, command)
 
 
 def _model_of(worker: Worker) -> MachineModel:
@@ -119,10 +103,5 @@ def _model_of(worker: Worker) -> MachineModel:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": python_platform.python_version()}
-    for wheel in _RECORDED:
-        try:
-            found[wheel] = version(wheel)
-        except PackageNotFoundError:
-            continue
-    return found
+    found = {wheel: version for wheel in _RECORDED if (version := jit.version_of(wheel))}
+    return {"python": python_platform.python_version()} | found

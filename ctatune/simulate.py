@@ -14,8 +14,8 @@ from typing import NamedTuple
 from ctatune.config import Config
 from ctatune.errors import ScheduleError
 from ctatune.latency import gpu_parts
-from ctatune.machine_model import ELEMENT_BYTES, MachineModel, faded, pace_delay_us, prediction
-from ctatune.problem import Problem
+from ctatune.machine_model import MachineModel, faded, pace_delay_us, prediction
+from ctatune.problem import BF16_BYTES, Problem
 from ctatune.records import Prediction
 from ctatune.schedule import DOWN, NOTHING, UP, Schedule, build
 from ctatune.space import TILE_K
@@ -90,7 +90,7 @@ class _Simulation:
         self.schedule, self.machine = schedule, machine
         self.parts = gpu_parts(problem, config, machine)
         self.ctas = self.parts[0][UP].work.ctas
-        self.layer_tiles = (config.up, config.down)
+        self.layer_tiles = config.tiles
         self.buffered = [min(1.0, config.d_slabs * TILE_K / t.n) for t in self.layer_tiles]
         self.epilogue_us = [machine.epilogue_us(tile) for tile in self.layer_tiles]
         self.egress_us, self.ingress_us = [0.0] * problem.gpus, [0.0] * problem.gpus
@@ -179,7 +179,7 @@ class _Simulation:
         problem, tile = self.schedule.problem, self.layer_tiles[layer]
         rows = min(tile.m, problem.m - row)
         columns = min(tile.n, problem.layers[layer].outputs - col)
-        size_bytes = ELEMENT_BYTES * rows * columns / tile.split_k
+        size_bytes = BF16_BYTES * rows * columns / tile.split_k
         link_us = self.machine.link_us(size_bytes)
         late_us = 0.0  # how late the last slab leaves for peers; a CTA's last tile is not paced
         if cta.done + 1 < len(cta.tiles):

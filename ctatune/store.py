@@ -19,7 +19,7 @@ from ctatune.errors import StoreError
 from ctatune.problem import Problem
 from ctatune.records import PROTOCOL, Measurement, Platform, Prediction
 from ctatune.rooms import room
-from ctatune.rows import PredictionRow, Row
+from ctatune.rows import PredictionRow, Row, Run
 
 _AnyRow = TypeVar("_AnyRow", Row, PredictionRow)
 BUSY_TIMEOUT_S = 10.0
@@ -136,7 +136,8 @@ class Store(AbstractContextManager["Store"]):
     ) -> int:
         """A new run, to which measurements and predictions are added; returns its id."""
         with self.transaction():
-            return self._run_id(platform, _now(), command, compiler, versions)
+            rest: dict[str, Any] = {"command": command, "compiler": compiler}
+            return self._run_id(Run(id=0, utc=_now(), platform=platform, versions=versions, **rest))
 
     def add_measurement(
         self, run_id: int, problem: Problem, config: AnyConfig, measurement: Measurement
@@ -151,9 +152,7 @@ class Store(AbstractContextManager["Store"]):
     def add_row(self, row: Row) -> bool:
         """Store another database's row under its own run and trial; False when it is known."""
         with self.transaction():
-            run = row.run
-            run_id = self._run_id(run.platform, run.utc, run.command, run.compiler, run.versions)
-            place: dict[str, Any] = {"run_id": run_id, "trial": row.trial}
+            place: dict[str, Any] = {"run_id": self._run_id(row.run), "trial": row.trial}
             if self._id("measurement", place):
                 return False
             place |= {"utc": row.utc, "protocol": row.protocol}
@@ -223,12 +222,10 @@ class Store(AbstractContextManager["Store"]):
         self._intern("config", row)
         return row["key"]
 
-    def _run_id(
-        self, platform: Platform, utc: str, command: str, compiler: str, versions: dict[str, str]
-    ) -> int:
-        row = {"platform_id": self._intern("platform", asdict(platform)), "utc": utc}
-        row |= {"command": command, "compiler": compiler}
-        return self._intern("run", row | {"versions": rowforms.canonical_json(versions)})
+    def _run_id(self, run: Run) -> int:
+        row = {"platform_id": self._intern("platform", asdict(run.platform)), "utc": run.utc}
+        row |= {"command": run.command, "compiler": run.compiler}
+        return self._intern("run", row | {"versions": rowforms.canonical_json(run.versions)})
 
     def _intern(self, table: str, row: dict[str, Any]) -> int:
         """The id of the row with these columns, its natural key; inserted when it is new."""

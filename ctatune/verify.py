@@ -7,13 +7,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ctatune.abi import BF16_BYTES
 from ctatune.gpus import Arena, Gpus
 from ctatune.launch import Mlp, Operands
 from ctatune.operands import Inputs
-from ctatune.problem import Problem
+from ctatune.problem import BF16_BYTES, Problem
 from ctatune.records import RELATIVE_LIMIT, WORST_LIMIT, Verification
-from ctatune.schedule import DOWN, Columns, Schedule, alone
+from ctatune.schedule import Columns, Schedule, alone
 
 _REFERENCE_TILE = 64
 
@@ -50,17 +49,6 @@ class Reference:
         self._gpus.sync()
         mlp.check()
         return y2
-
-
-def promised(schedule: Schedule) -> list[tuple[int, Columns]]:
-    """Which columns of Y2 must lie on which GPU after a call."""
-    problem = schedule.problem
-    whole = Columns(0, problem.n)
-    if problem.output == "replicated":
-        return [(gpu, whole) for gpu in range(problem.gpus)]
-    if problem.output == "last":
-        return [(problem.gpus - 1, whole)]
-    return [(gpu, own) for gpu, own in enumerate(schedule.columns[DOWN]) if own.width]
 
 
 def verify(

@@ -19,7 +19,7 @@ from ctatune.config import AnyConfig
 from ctatune.errors import CtatuneError, DeviceError
 from ctatune.jit import cuda_error
 from ctatune.problem import Problem
-from ctatune.records import Measurement, Platform
+from ctatune.records import Measurement, Outcome, Platform
 
 _log = logging.getLogger(__name__)
 
@@ -33,9 +33,10 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 class _LostError(Exception):
     """The child died or did not answer in time; `outcome` says which."""
 
-    def __init__(self, outcome: str, detail: str) -> None:
+    def __init__(self, outcome: Outcome, detail: str) -> None:
         super().__init__(detail)
-        self.outcome, self.detail = outcome, detail
+        self.outcome: Outcome = outcome
+        self.detail = detail
 
 
 def make_bench(gpus: int) -> Any:
@@ -70,7 +71,7 @@ class Worker:
             return self._ask(TRIAL_SECONDS, "trial", problem, config, seed)
         except _LostError as lost:
             self._kill()
-            return Measurement(outcome=lost.outcome, detail=lost.detail)  # type: ignore[arg-type]
+            return Measurement(outcome=lost.outcome, detail=lost.detail)
 
     def finals(
         self, problem: Problem, configs: Sequence[AnyConfig], seed: int
@@ -80,8 +81,8 @@ class Worker:
             return self._ask(FINAL_SECONDS, "finals", problem, list(configs), seed)
         except _LostError as lost:
             self._kill()
-            row = Measurement(outcome=lost.outcome, detail=lost.detail, phase="final")  # type: ignore[arg-type]
-            return [row for _ in configs]
+            row = Measurement(outcome=lost.outcome, detail=lost.detail, phase="final")
+            return [row] * len(configs)
 
     def _start(self) -> Platform:
         self._kill()

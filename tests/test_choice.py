@@ -18,9 +18,9 @@ from test_seed import BUILD, CONFIG, GOOD, PROBLEM, PROOF, begin
 import ctatune.choice
 import ctatune.seed
 from ctatune import jit, latency, machine_model, space
-from ctatune.choice import Choice, NoAnswer
+from ctatune.choice import Choice
 from ctatune.config import AnyConfig, Baseline, parse_config
-from ctatune.errors import StoreError, UsageError
+from ctatune.errors import NoAnswer, StoreError, UsageError
 from ctatune.records import Measurement, Prediction, Regime
 from ctatune.seed import export_lines, forget_shipped
 from ctatune.store import Store

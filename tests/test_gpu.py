@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 from ctatune import abi, space
-from ctatune.abi import BF16_BYTES
 from ctatune.config import Baseline, Config, Tile
 from ctatune.errors import PipelineTimeoutError
 from ctatune.gemm import Gemm
 from ctatune.gpus import check
 from ctatune.launch import Mlp
 from ctatune.operands import Inputs, place
-from ctatune.problem import Problem
+from ctatune.problem import BF16_BYTES, Problem
 from ctatune.records import RELATIVE_LIMIT, WORST_LIMIT
 from ctatune.schedule import Columns, build
 from ctatune.space import default_config

@@ -165,13 +165,6 @@ def test_roofline_known_values() -> None:
     assert roofline_us(square(1), MACHINE, 2) == pytest.approx(27.96, abs=0.01)
 
 
-def test_roofline_of_a_warm_cache_excuses_what_fits_into_l2() -> None:
-    assert roofline_us(square(1), MACHINE, 2, cache="warm") < roofline_us(square(1), MACHINE, 2)
-    small = Problem(m=1, k=1024, h=1024, n=1024, gpus=2)
-    compute_us = small.flops / (2 * MACHINE.peak_tflops) * 1e-6
-    assert roofline_us(small, MACHINE, 2, cache="warm") == compute_us
-
-
 def test_pipeline_fill_costs_most_for_few_panels() -> None:
     loss = {
         m: estimate(square(m), config(m, mix=0.0), MACHINE).latency_us
