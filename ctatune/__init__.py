@@ -3,9 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 from ctatune.answers import best, refresh
+from ctatune.errors import NoAnswer
 
 if TYPE_CHECKING:
-    from ctatune.choice import Choice, NoAnswer
+    from ctatune.choice import Choice
 
     __version__: str
 
@@ -14,10 +15,10 @@ __all__ = ["Choice", "NoAnswer", "__version__", "best", "refresh"]
 
 def __getattr__(name: str) -> Any:
     """What costs time to import comes when it is asked for."""
-    if name in ("Choice", "NoAnswer"):
-        from ctatune import choice
+    if name == "Choice":
+        from ctatune.choice import Choice
 
-        return getattr(choice, name)
+        return Choice
     if name == "__version__":
         from importlib.metadata import PackageNotFoundError, version
 
