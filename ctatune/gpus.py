@@ -102,17 +102,21 @@ class Arena:
 class Gpus:
     """`count` GPUs with peer access proved by real writes, and one stream on each.
 
+    With `ranks` above 1, so many of them share a GPU, each with its part of the SMs: to test what
+    more GPUs would do. Latencies mean nothing then.
+
     Raises: DeviceError when there are too few, one is no sm_90, peers cannot reach each other, or
     the environment serialises launches.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, ranks: int = 1) -> None:
         _refuse_serialised_launches()
         check(driver.cuInit(0))
         present = int(check(driver.cuDeviceGetCount()))
-        if present < count:
-            raise DeviceError(f"{count} GPUs are asked for, this machine has {present}")
-        self.devices = [Device(i) for i in range(count)]
+        self.ranks, needed = ranks, -(-count // ranks)
+        if present < needed:
+            raise DeviceError(f"{needed} GPUs are asked for, this machine has {present}")
+        self.devices = [Device(i % needed) for i in range(count)]
         self.streams = []
         for device in self.devices:
             device.set_current()
@@ -134,7 +138,8 @@ class Gpus:
 
     @property
     def sm_count(self) -> int:
-        return int(self.devices[0].properties.multiprocessor_count)
+        """SMs of one rank."""
+        return int(self.devices[0].properties.multiprocessor_count) // self.ranks
 
     @property
     def l2_bytes(self) -> int:
@@ -219,7 +224,7 @@ class Gpus:
         contexts = [device.context.handle for device in self.devices]
         for here, device in enumerate(self.devices):
             for there, peer in enumerate(self.devices):
-                if here == there:
+                if device.device_id == peer.device_id:
                     continue
                 if not device.can_access_peer(peer):
                     raise DeviceError(f"GPU {here} has no peer access to GPU {there}")

@@ -45,7 +45,7 @@ class Kernel:
         for gpu in range(len(self._gpus)):
             self._gpus.use(gpu)
             clusters.append(int(check(driver.cuOccupancyMaxActiveClusters(self._function, launch))))
-        return cluster * min(clusters)
+        return cluster * (min(clusters) // self._gpus.ranks)
 
     def _launch(self, ctas: int, gpu: int) -> driver.CUlaunchConfig:
         """A launch that begins while the kernel before it in the stream ends (it waits itself)."""

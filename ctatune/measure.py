@@ -36,11 +36,14 @@ BURST = (4, 3, 2, 1, 0)  # operand sets of calls in flight together; the last on
 
 
 class Bench:
-    """The GPUs of this process, ready to measure problems of up to as many GPUs."""
+    """The GPUs of this process, ready to measure problems of up to as many GPUs.
 
-    def __init__(self, gpus: int) -> None:
-        self.gpus = Gpus(gpus)
-        self._telemetry = Telemetry([device.uuid for device in self.gpus.devices])
+    `ranks` of them share a GPU (see Gpus): for tests.
+    """
+
+    def __init__(self, gpus: int, *, ranks: int = 1) -> None:
+        self.gpus = Gpus(gpus, ranks=ranks)
+        self._telemetry = Telemetry(list(dict.fromkeys(d.uuid for d in self.gpus.devices)))
         self._contestants = Contestants(self.gpus)
         self._reference_arena = Arena(self.gpus)
         self._reference: Reference | None = None

@@ -1,26 +1,41 @@
-"""Skips what needs GPUs where there are too few, with the reason, and shares the bench."""
+"""Skips what needs GPUs where there are too few, with the reason, and shares the bench.
+
+$CTATUNE_TEST_RANKS ranks share a GPU, so that two GPUs can run what is for four; tests marked
+`real` need GPUs of their own.
+"""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 
 from ctatune.telemetry import gpu_count
 
+RANKS = int(os.environ.get("CTATUNE_TEST_RANKS", "1"))
+MOST = 4  # that any test asks for
+
+
+def available() -> int:
+    """GPUs, or ranks that stand for them."""
+    return min(MOST, gpu_count() * RANKS)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    present = gpu_count()
     for item in items:
         needed = 1 if item.get_closest_marker("gpu") else 0
         if marker := item.get_closest_marker("gpus"):
             needed = marker.args[0]
-        if needed > present:
-            reason = f"needs {needed} GPUs of sm_90, this machine has {present}"
+        if needed > available():
+            reason = f"needs {needed} GPUs of sm_90, this machine has {available()}"
             item.add_marker(pytest.mark.skip(reason=reason))
+        elif RANKS > 1 and item.get_closest_marker("real"):
+            item.add_marker(pytest.mark.skip(reason="ranks share a GPU"))
 
 
 @pytest.fixture(scope="session")
 def bench():
-    """The GPUs of this machine (2 at most), for tests marked gpu or gpus(n)."""
+    """The GPUs of this machine, for tests marked gpu or gpus(n)."""
     from ctatune.measure import Bench
 
-    return Bench(min(2, gpu_count()))
+    return Bench(available(), ranks=RANKS)

@@ -8,6 +8,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from conftest import available
 
 from ctatune import reference
 from ctatune.config import Config, Tile
@@ -17,7 +18,6 @@ from ctatune.records import RELATIVE_LIMIT, WORST_LIMIT
 from ctatune.reference import Matrix
 from ctatune.schedule import build
 from ctatune.space import FAMILIES, Family, default_split, why_invalid
-from ctatune.telemetry import gpu_count
 
 Proves = Callable[..., bool]
 
@@ -75,8 +75,8 @@ RAGGED = [(256, 512, 512, 512), (200, 328, 1000, 712), (8, 64, 264, 8), (1, 128,
 
 def gpus_or_skip(gpus: int, proves: Proves) -> None:
     """The executor runs any number of GPUs; the kernel needs real ones."""
-    if proves is not numpy_proves and gpus > gpu_count():
-        pytest.skip(f"needs {gpus} GPUs, this machine has {gpu_count()}")
+    if proves is not numpy_proves and gpus > available():
+        pytest.skip(f"needs {gpus} GPUs, this machine has {available()}")
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
@@ -93,12 +93,13 @@ def test_every_family_at_ragged_sizes(proves, gpus, family, sizes):
     assert proves(problem, config)
 
 
+@pytest.mark.parametrize("gpus", [2, 3, 4])
 @pytest.mark.parametrize("output", ["replicated", "sharded", "last"])
 @pytest.mark.parametrize("mix", [1.0, 0.5, 0.25, 0.0])
-def test_every_output_and_mix_on_two_gpus(proves, output: Output, mix: float):
-    gpus_or_skip(2, proves)
-    problem = Problem(m=384, k=128, h=768, n=520, gpus=2, output=output)
-    assert proves(problem, config_of(2, Family(128, 128, 2), mix))
+def test_every_output_and_mix(proves, output: Output, mix: float, gpus: int):
+    gpus_or_skip(gpus, proves)
+    problem = Problem(m=384, k=128, h=768, n=520, gpus=gpus, output=output)
+    assert proves(problem, config_of(gpus, Family(128, 128, 2), mix))
 
 
 @pytest.mark.parametrize("tiles", [(128, 64), (64, 128), (256, 128), (128, 256)], ids=str)
@@ -181,14 +182,15 @@ def test_every_feature_at_ragged_sizes(proves, gpus, name, sizes):
     assert proves(problem, config)
 
 
+@pytest.mark.parametrize("gpus", [2, 4])
 @pytest.mark.parametrize("output", ["replicated", "sharded", "last"])
 @pytest.mark.parametrize("mix", [0.5, 0.0])
 @pytest.mark.parametrize("name", ["split 2, direct", "split 2, slabs", "multicast", "two rings"])
-def test_features_in_a_pipeline(proves, name, mix: float, output: Output):
-    gpus_or_skip(2, proves)
-    problem = Problem(m=384 if name != "multicast" else 512, k=128, h=768, n=520, gpus=2)
+def test_features_in_a_pipeline(proves, name, mix: float, output: Output, gpus: int):
+    gpus_or_skip(gpus, proves)
+    problem = Problem(m=384 if name != "multicast" else 512, k=128, h=768, n=520, gpus=gpus)
     problem = replace(problem, output=output)
-    config = replace(featured(name, 2), mix=mix)
+    config = replace(featured(name, gpus), mix=mix)
     assert why_invalid(config, problem) is None
     assert proves(problem, config)
 

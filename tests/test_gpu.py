@@ -149,6 +149,7 @@ def test_memory_is_filled_before_what_follows_on_the_stream(bench):
 
 
 @pytest.mark.gpu
+@pytest.mark.real
 def test_a_trial_on_one_gpu(bench):
     problem = Problem(m=512, k=1024, h=1024, n=1024)
     measured = bench.trial(problem, default_config(problem), 5)
@@ -161,6 +162,7 @@ def test_a_trial_on_one_gpu(bench):
 
 
 @pytest.mark.gpus(2)
+@pytest.mark.real
 def test_finals_race_the_baseline_too(bench):
     pytest.importorskip("nvmath")
     problem = Problem(m=512, k=2048, h=2048, n=2048, gpus=2)
@@ -173,6 +175,7 @@ def test_finals_race_the_baseline_too(bench):
 
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("m", [1, 100, 384])
+@pytest.mark.real
 def test_every_baseline_is_right(bench, m):
     pytest.importorskip("nvmath")
     pytest.importorskip("nccl")
@@ -183,6 +186,7 @@ def test_every_baseline_is_right(bench, m):
 
 
 @pytest.mark.gpus(2)
+@pytest.mark.real
 def test_a_config_that_does_not_fit_is_a_row(bench):
     problem = Problem(m=512, k=1024, h=1024, n=1024, gpus=2)
     measured = bench.trial(problem, replace(default_config(problem), stages=9), 5)
@@ -191,6 +195,7 @@ def test_a_config_that_does_not_fit_is_a_row(bench):
 
 
 @pytest.mark.gpu
+@pytest.mark.real
 def test_two_tuners_on_one_gpu_are_refused(bench):
     from ctatune.errors import DeviceError
 
