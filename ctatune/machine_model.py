@@ -96,9 +96,8 @@ class MachineModel:
     def __post_init__(self) -> None:
         for item in fields(self)[1:]:
             value = getattr(self, item.name)
-            if not (
-                math.isfinite(value) and (value > 0 or (item.name in _MAY_BE_ZERO and value == 0))
-            ):
+            allowed = value > 0 or (item.name in _MAY_BE_ZERO and value == 0)
+            if not (allowed and math.isfinite(value)):
                 raise UsageError(f"{item.name} of a machine model must be positive, got {value}")
         for name, peak in (("tensor_tflops", "peak_tflops"), ("hbm_gbps", "peak_hbm_gbps")):
             if getattr(self, name) > getattr(self, peak):

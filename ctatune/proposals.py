@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from ctatune.config import AnyConfig, Config
 
 ASKS = 200  # in a row that lead to nothing new before Optuna is given up
-Axes = tuple[str, str, str, str, str]
 _NAMES = ("tile", "up_group", "down_group", "way", "pace")
 
 
-def axes(config: Config) -> Axes:
+def axes(config: Config) -> tuple[str, ...]:
     """The coordinates of a config in the space that Optuna sees (all of them categories)."""
     split = ":".join(map(str, config.stage_split))
     kind = f"{config.up.split_k}{config.multicast:d}{config.direct:d}"
@@ -68,7 +67,7 @@ class Proposals:
         while misses < ASKS and self._space:
             trial = self._study.ask(self._space)
             self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
-            config = self._configs.get(tuple(trial.params[name] for name in _NAMES))  # type: ignore[call-overload]
+            config = self._configs.get(tuple(trial.params[name] for name in _NAMES))
             if config is None or config in self._told:
                 misses += 1
                 continue

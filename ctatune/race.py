@@ -67,9 +67,9 @@ def newest(rows: Sequence[Row]) -> list[Row]:
 def controls(rows: Sequence[Row]) -> list[Control]:
     """The A/A pairs among the rows, in their order: each control with the final that it repeats."""
     pairs: list[Control] = []
-    finals: dict[tuple[str, ...], tuple[float, ...]] = {}
+    finals: dict[tuple[object, ...], tuple[float, ...]] = {}
     for row in rows:
-        key = (row.run.utc, str(row.run.id), str(row.problem), row.config.canonical())
+        key = (row.run.utc, row.run.id, row.problem, row.config)
         again, phase = row.measurement.samples_us, row.measurement.phase
         if row.measurement.outcome != "ok":
             continue

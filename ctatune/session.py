@@ -27,12 +27,7 @@ class Session:
     """One `search` command: a store, a run in it, and a worker or None for the simulator."""
 
     def __init__(
-        self,
-        store: Store,
-        path: Path,
-        machine: MachineModel,
-        worker: Worker | None,
-        command: str,
+        self, store: Store, path: Path, machine: MachineModel, worker: Worker | None, command: str
     ) -> None:
         self._store, self._path, self._worker, self._machine = store, path, worker, machine
         self._platform = worker.platform if worker else machine.platform

@@ -50,22 +50,22 @@ class Store(AbstractContextManager["Store"]):
         return cls(_connect(":memory:"), "in memory")._migrate()
 
     @classmethod
-    def open(cls, path: Path | str, *, create: bool = True, read_only: bool = False) -> Store:
+    def open(cls, path: Path | str, *, read_only: bool = False) -> Store:
         """The store in the file at `path`, its schema brought up to date.
 
         `read_only` leaves the file as it is: an older schema is brought up to date in memory.
 
-        Raises: StoreError, in one line, when there is no such file (without `create`), when it is
+        Raises: StoreError, in one line, when there is no such file (to read only), when it is
         no database, a damaged one, a newer ctatune's, another program's, or cannot be written.
         """
         path = Path(path).absolute()
         with _one_line(name := f"database {path}"):
             if path.is_dir():
                 raise StoreError(f"{name}: must be a file, is a folder")
-            if create and not read_only:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            else:
+            if read_only:
                 path.stat()
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
             store = cls(_connect_read_only(path) if read_only else _connect(path.as_uri()), name)
             try:
                 return store._ready_to_read() if read_only else store._ready_to_write()

@@ -88,8 +88,7 @@ class Telemetry:
     ) -> dict[str, object]:
         """For the record: readings before and after, and `marks` that forbid serving the row."""
         marks = self.marks(before + after)
-        state: dict[str, object] = {"before": [asdict(reading) for reading in before]}
-        state |= {"after": [asdict(reading) for reading in after]} | more
+        state = {"before": list(map(asdict, before)), "after": list(map(asdict, after))} | more
         return state | {"marks": marks} if marks else state
 
     def platform(self, *, sm_count: int, l2_bytes: int) -> Platform:

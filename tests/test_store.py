@@ -123,11 +123,10 @@ def test_what_is_no_store_of_ours_is_refused_in_one_line(tmp_path, make, read_on
 
 def test_what_is_not_there_is_refused_unless_it_may_be_created(tmp_path):
     path = tmp_path / "folder" / "a.db"
-    for how in ({"create": False}, {"read_only": True}):
-        with pytest.raises(StoreError, match=f"{path}: No such file"):
-            Store.open(path, **how)
-        assert not path.parent.exists()
-    Store.open(filled(path), create=False).close()
+    with pytest.raises(StoreError, match=f"{path}: No such file"):
+        Store.open(path, read_only=True)
+    assert not path.parent.exists()
+    Store.open(filled(path), read_only=True).close()
     with pytest.raises(StoreError, match=r"Not a directory|File exists"):
         Store.open(path / "below" / "b.db")
 
