@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ctatune import race
 from ctatune.config import Config
+from ctatune.jit import kernel_hash
 from ctatune.problem import Problem
 from ctatune.records import PROTOCOL
 from ctatune.seed import shipped, shipped_shapes
@@ -15,7 +16,16 @@ from ctatune.stats import ratio_interval, verdict
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- results: written by benchmarks/readme.py -->\n", "<!-- end of results -->"
-HEAD = ("tokens", "ours us", "of ideal", "pure pipeline us", "best TP us", "micro-batches us", "")
+ONE = ("tokens", "ours us", "cuBLAS us", "")
+SEVERAL = (
+    "tokens",
+    "ours us",
+    "of ideal",
+    "pure pipeline us",
+    "best TP us",
+    "micro-batches us",
+    "",
+)
 TP = ("tp", "tp_twoshot")
 MICRO = ("microbatch", "microbatch_cta")
 Races = dict[Problem, list[race.Line]]
@@ -43,7 +53,8 @@ def cell(line: race.Line | None, ours: race.Line) -> str:
 
 def said(lines: Sequence[race.Line], ours: race.Line) -> str:
     """Who wins among the methods that may answer."""
-    rivals = [line for line in lines if line.row.config.method in (*TP, *MICRO)]
+    able = ("single",) if ours.row.problem.gpus == 1 else (*TP, *MICRO)
+    rivals = [line for line in lines if line.row.config.method in able]
     if not rivals:
         return ""
     best = min(rivals, key=lambda line: line.latency_us)
@@ -53,49 +64,64 @@ def said(lines: Sequence[race.Line], ours: race.Line) -> str:
     return {"faster": "ours", "slower": name}.get(word, f"a tie with {name}")
 
 
+def about(lines: Sequence[race.Line]) -> str:
+    """The machine of a race, and which version of our kernel ran in it."""
+    run = lines[0].row.run
+    machine = run.platform
+    kernels = {line.row.kernel_hash for line in lines} - {None}
+    old = "" if kernels <= {kernel_hash()} else ", an older version of our kernel"
+    return (
+        f"{machine.gpus} x {machine.gpu}, {machine.link}, driver {machine.driver}, "
+        f"{machine.power_limit_w} W, {run.utc[:10]}{old}"
+    )
+
+
+def cells(lines: Sequence[race.Line], ours: race.Line) -> tuple[str, ...]:
+    """A row of the summary."""
+    first = (str(ours.row.problem.m), f"{ours.latency_us:.1f}")
+    if ours.row.problem.gpus == 1:
+        return *first, cell(fastest(lines, "single"), ours), said(lines, ours)
+    pipelines = (x for x in lines if isinstance(c := x.row.config, Config) and c.mix == 0.0)
+    pure = next(pipelines, None)
+    return (
+        *first,
+        "" if ours.ideal is None else f"{ours.ideal:.0%}",
+        "" if pure is None else f"{pure.latency_us:.1f}",
+        cell(fastest(lines, *TP), ours),
+        cell(fastest(lines, *MICRO), ours),
+        said(lines, ours),
+    )
+
+
 def summary(found: Races) -> str:
     """A table for each size of the weights and number of GPUs, a line for each m."""
     groups: dict[tuple[int, ...], Races] = {}
     for p, lines in found.items():
-        groups.setdefault((p.k, p.h, p.n, p.gpus), {})[p] = lines
+        if fastest(lines, "cta"):
+            groups.setdefault((p.gpus, p.k, p.h, p.n), {})[p] = lines
     parts = []
-    for (k, h, n, gpus), group in groups.items():
-        rows = [HEAD, tuple("---" for _ in HEAD)]
-        for problem, lines in group.items():
-            ours = fastest(lines, "cta")
-            if ours is None:
-                continue
-            pure = next(
-                (x for x in lines if isinstance(c := x.row.config, Config) and not c.mix), None
-            )
-            rows.append(
-                (
-                    str(problem.m),
-                    f"{ours.latency_us:.1f}",
-                    "" if ours.ideal is None else f"{ours.ideal:.0%}",
-                    "" if pure is None else f"{pure.latency_us:.1f}",
-                    cell(fastest(lines, *TP), ours),
-                    cell(fastest(lines, *MICRO), ours),
-                    said(lines, ours),
-                )
-            )
+    for (gpus, k, h, n), group in sorted(groups.items(), reverse=True):
+        head = ONE if gpus == 1 else SEVERAL
+        rows = [head, tuple("---" for _ in head)]
+        for lines in group.values():
+            if ours := fastest(lines, "cta"):
+                rows.append(cells(lines, ours))
         table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-        parts.append(f"k {k}, h {h}, n {n}, {gpus} GPU{'s' * (gpus > 1)}:\n\n{table}\n")
+        machines = "; ".join(sorted({about(lines) for lines in group.values()}))
+        title = f"**{gpus} GPU{'s' * (gpus > 1)}, k {k}, h {h}, n {n}** ({machines})"
+        parts.append(f"{title}:\n\n{table}\n")
     return "\n".join(parts)
 
 
 def results() -> str:
     """The part of the README between the marks."""
     found = races()
-    run = max((lines[0].row.run for lines in found.values()), key=lambda run: run.utc)
-    about = (
-        f"{run.platform.gpus} x {run.platform.gpu}, {run.platform.link}, driver "
-        f"{run.platform.driver}, {run.platform.power_limit_w} W, protocol {PROTOCOL}, sustained "
-        "load, cold cache, Y2 replicated. `of ideal`: `single` / GPUs / ours. In brackets: ours "
-        "against the opponent. Every method of every race, with intervals and joules: "
-        "[docs/results.md](docs/results.md).\n"
+    head = (
+        f"Protocol {PROTOCOL}, sustained load, cold cache, Y2 replicated. `of ideal`: `single` / "
+        "GPUs / ours. In brackets: ours against the opponent. Every method of every race, with "
+        "intervals and joules: [docs/results.md](docs/results.md).\n"
     )
-    return "\n".join([about, summary(found), "![latency over tokens](docs/latency.png)\n"])
+    return "\n".join([head, summary(found), "![latency over tokens](docs/latency.png)\n"])
 
 
 def details() -> str:
