@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -21,9 +21,6 @@ from ctatune import __version__
 from ctatune.errors import CtatuneError, UsageError
 from ctatune.presets import PRESETS
 from ctatune.problem import ACTIVATIONS, DTYPES, OUTPUTS, Problem
-
-if TYPE_CHECKING:
-    from ctatune.choice import Stored
 
 FAILED, NO_ANSWER, INTERRUPTED = 1, 3, 130
 
@@ -275,7 +272,7 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _say_what_is_left_out(known: dict[Problem, Stored]) -> None:
+def _say_what_is_left_out(known: dict[Problem, Any]) -> None:
     for problem, found in known.items():
         if count := found.of_another_kernel:
             click.echo(
