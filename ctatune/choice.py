@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ctatune import jit
 from ctatune.config import OWN_KERNEL, AnyConfig, Baseline
@@ -17,7 +17,7 @@ from ctatune.problem import Output, Problem
 from ctatune.records import PROTOCOL, Phase, Platform, Prediction, Regime
 from ctatune.rows import PredictionRow, Row
 from ctatune.seed import shipped
-from ctatune.space import answers, default_config, why_invalid
+from ctatune.space import answers, candidates, default_config, why_invalid
 from ctatune.store import Store, default_path
 
 Source = Literal["measured", "simulated", "predicted"]
@@ -90,28 +90,41 @@ def choose(problem: Problem, db: Path | None, platform: str | None) -> Choice:
     user = _read(db or default_path(), problem)
     wanted = _wanted(problem, _platform(user, platform))
     ours, theirs = _same(user.rows, wanted), _same(shipped(problem.shape), wanted)
+    failed = _failed([*ours, *theirs])
+    no_kernel = _why_no_kernel(problem, [*ours, *theirs], failed)
     for phase in ("final", "screen"):
         for same, note in ((ours, ""), (theirs, "from the shipped measurements")):
-            if choice := _measured(problem, wanted, same, phase, note):
+            if choice := _measured(problem, wanted, same, failed, no_kernel, phase, note):
                 return choice
     why = _why_not_measured(wanted, (*user.rows, *shipped(problem.shape)))
-    return _computed(problem, wanted, user.predictions, _failed([*ours, *theirs]), why)
+    return _computed(problem, wanted, user.predictions, failed, why)
 
 
-def stored_rows(problem: Problem, db: Path | None, platform: str | None) -> list[Row]:
-    """The rows that could answer for a problem: shipped ones, then the user's."""
+class Stored(NamedTuple):
+    """The rows that could answer for a problem, and how many only lack the kernel of today."""
+
+    rows: list[Row]
+    of_another_kernel: int
+
+
+def stored_rows(problem: Problem, db: Path | None, platform: str | None) -> Stored:
+    """What is known of a problem: shipped rows, then the user's."""
     user = _read(db or default_path(), problem)
     wanted = _wanted(problem, _platform(user, platform))
-    return _same((*shipped(problem.shape), *user.rows), wanted)
+    rows = (*shipped(problem.shape), *user.rows)
+    same = _same(rows, wanted)
+    any_kernel = {name: value for name, value in wanted.items() if name != "kernel_hash"}
+    return Stored(same, len(_same(rows, any_kernel)) - len(same))
 
 
 def _platform(user: _Known, name: str | None) -> dict[str, Any]:
     """The platform asked for, as it was when the user last measured on it, or as it is shipped."""
     usual = user.platforms[0] if len(user.platforms) == 1 else DEFAULT_PLATFORM
     name = name or usual
-    measured = [row.platform for row in user.rows if row.platform.name == name]
+    rows = [row for row in user.rows if row.platform.name == name]
     with suppress(UsageError):  # one that is neither measured nor shipped: the name will differ
-        return _identity(measured[-1] if measured else load(name).platform)
+        newest = max(rows, key=lambda row: row.age, default=None)
+        return _identity(newest.platform if newest else load(name).platform)
     return {"platform": name}
 
 
@@ -142,7 +155,8 @@ def _wanted(problem: Problem, platform: dict[str, Any]) -> dict[str, Any]:
 def _differences(row: Row, wanted: dict[str, Any]) -> list[str]:
     have = _wanted(row.problem, _identity(row.platform))
     have |= {"regime": str(row.measurement.regime), "protocol": row.protocol}
-    if row.config.method in OWN_KERNEL:
+    built = row.kernel_hash or row.measurement.outcome == "ok"  # else a failure of any version
+    if row.config.method in OWN_KERNEL and built:
         have["kernel_hash"] = row.kernel_hash
     unequal = [name for name in wanted if have[name] != wanted[name]]
     return [f"{name} differs (row {have[name]}, now {wanted[name]})" for name in unequal]
@@ -154,18 +168,24 @@ def _same(rows: Sequence[Row], wanted: dict[str, Any]) -> list[Row]:
 
 
 def _failed(same: Sequence[Row]) -> set[AnyConfig]:
-    """Configs that were ever wrong, or whose newest row is a failure."""
-    newest = {row.config: row.measurement.outcome for row in same}
+    """Configs that were ever wrong, or whose newest row is a failure.
+
+    A final that nobody finished (the measuring process was lost) says nothing about a config.
+    """
+    good = ("ok", "throttled")
+    screened = [row for row in same if row.measurement.phase == "screen"]
+    raced = [row for row in same if row.measurement.phase != "screen"]
+    finished = {row.run.utc for row in raced if row.measurement.outcome in good}
+    told = screened + [row for row in raced if row.run.utc in finished]
+    newest = {row.config: row.measurement.outcome for row in sorted(told, key=lambda row: row.age)}
     wrong = {row.config for row in same if row.measurement.outcome == "wrong"}
-    return wrong | {c for c, outcome in newest.items() if outcome not in ("ok", "throttled")}
+    return wrong | {c for c, outcome in newest.items() if outcome not in good}
 
 
 def _is_timed(row: Row) -> bool:
-    """Whether a row holds a finite latency of a verified run of outcome ok."""
+    """Whether a row holds latencies of a verified run of outcome ok."""
     measured = row.measurement
-    verified = measured.verification is not None and measured.verification.passed
-    timed = measured.latency_us is not None and 0.0 < measured.latency_us < math.inf
-    return measured.outcome == "ok" and verified and timed
+    return measured.timed and measured.verification is not None and measured.verification.passed
 
 
 def _may_serve(row: Row) -> bool:
@@ -178,25 +198,34 @@ def _latency_us(row: Row) -> float:
 
 
 def _measured(
-    problem: Problem, wanted: dict[str, Any], same: Sequence[Row], phase: Phase, origin: str
+    problem: Problem,
+    wanted: dict[str, Any],
+    same: Sequence[Row],
+    failed: set[AnyConfig],
+    no_kernel: str | None,
+    phase: Phase,
+    origin: str,
 ) -> Choice | None:
-    """The fastest of the newest finals, or of all screenings; never a config that ever failed.
+    """The fastest of the newest finals, or of all screenings; never a config that failed.
 
     Finals ran interleaved, so those of different runs are not compared. Screenings are only a
-    first look: the best one of all runs.
+    first look: the best one of all runs. Baselines answer only where our kernel was timed beside
+    them, or cannot be for the reason `no_kernel`.
     """
-    failed = _failed(same)
     timed = [row for row in same if row.measurement.phase == phase and _is_timed(row)]
     able = [row for row in timed if _may_serve(row) and row.config not in failed]
-    if not able:
+    ours = [row for row in able if row.config.method == "cta"]
+    if not (ours or (able and no_kernel)):
         return None
     if phase == "final":
-        newest = max(able, key=lambda row: (row.run.utc, row.run.id)).run
+        newest = max(ours or able, key=lambda row: row.age).run
         able = [row for row in able if row.run == newest]
         timed = [row for row in timed if row.run == newest]
     won, tied = _winner(able)
     notes = ["screened, not raced"] if phase == "screen" else []
-    if tied:
+    if no_kernel:
+        notes.append(no_kernel)
+    elif tied:
         notes.append(f"a tie with {', '.join(tied)}")
     elif won.config.method != "cta":
         notes.append(f"do not pipeline this: {won.config} is faster than our kernel")
@@ -212,6 +241,15 @@ def _measured(
         baselines={row.config.method: _latency_us(row) for row in reversed(rivals)},
         note="; ".join(filter(None, [*notes, origin])),
     )
+
+
+def _why_no_kernel(problem: Problem, same: Sequence[Row], failed: set[AnyConfig]) -> str | None:
+    """Why our kernel cannot be compared with baselines, or None."""
+    tried = {row.config for row in same if row.config.method == "cta" and row.kernel_hash}
+    if tried:
+        return "our kernel failed in every config that was tried" if tried <= failed else None
+    runs = next(candidates(problem), None) is not None
+    return None if runs else "our kernel cannot run this"
 
 
 def _winner(able: Sequence[Row]) -> tuple[Row, list[str]]:
@@ -237,6 +275,8 @@ def _winner(able: Sequence[Row]) -> tuple[Row, list[str]]:
 def _why_not_measured(wanted: dict[str, Any], rows: Sequence[Row]) -> str:
     """Names what keeps the row that comes nearest from serving."""
     ours = [row for row in reversed(rows) if row.config.method == "cta"]
+    if ours and all(row.measurement.phase == "control" for row in ours):
+        return "only second runs (A/A controls) of our kernel are measured"
     if not ours:
         return "only baselines are measured" if rows else "this shape is not measured"
     nearest = min(ours, key=lambda row: (len(_differences(row, wanted)), not _may_serve(row)))

@@ -127,7 +127,7 @@ def search(
     from ctatune.progress import Progress
 
     seconds = _seconds(time_text) if time_text else None
-    problems = [Problem.of(shape, **problem_fields) for shape in shapes]
+    problems = list(dict.fromkeys(Problem.of(shape, **problem_fields) for shape in shapes))
     choices = []
     with session.open_session(problems[0].gpus, db, platform, _command()) as opened:
         if opened.simulates:
@@ -194,6 +194,8 @@ def bench(
     problems = list(
         dict.fromkeys(Problem.of(shape, **problem_fields) for shape in (*shapes, *named))
     )
+    if plot_path:
+        race.check_plot(plot_path)
     if not stored:
         with session.open_session(problems[0].gpus, db, platform, _command()) as opened:
             if opened.simulates:
@@ -201,12 +203,17 @@ def bench(
             for problem in problems:
                 with Progress(problem) as progress:
                     opened.search(problem, progress.show, trials=trials, race=True)
-    rows = {problem: stored_rows(problem, db, platform) for problem in problems}
+    known = {problem: stored_rows(problem, db, platform) for problem in problems}
+    rows = {problem: found.rows for problem, found in known.items()}
+    if stored:
+        _say_what_is_left_out(known)
     races = {problem: race.compare(race.newest(rows[problem])) for problem in problems}
     if plot_path:
         race.plot(races, plot_path)
     if as_json:
-        documents = {problem.shape: race.document(lines) for problem, lines in races.items()}
+        documents = {
+            problem.shape: race.document(rows[problem], lines) for problem, lines in races.items()
+        }
         click.echo(json.dumps(documents, indent=2))
     else:
         texts = [
@@ -227,7 +234,10 @@ def export(db: Path | None, platform: str | None, as_json: bool) -> None:
 
     with Store.open(db or default_path(), read_only=True) as store:
         lines = list(export_lines(store, platform=platform))
-    click.echo("[" + ",\n".join(lines) + "]" if as_json else "\n".join(lines))
+    if as_json:
+        click.echo("[" + ",\n".join(lines) + "]")
+    elif lines:
+        click.echo("\n".join(lines))
 
 
 @main.command()
@@ -260,6 +270,14 @@ def _seconds(text: str) -> float:
     if seconds <= 0:
         raise UsageError(f"a time must be longer than nothing; got {text!r}")
     return seconds
+
+
+def _say_what_is_left_out(known: dict[Problem, Any]) -> None:
+    for problem, found in known.items():
+        if count := found.of_another_kernel:
+            click.echo(
+                f"ctatune: {problem.shape}: {count} rows of another kernel left out", err=True
+            )
 
 
 def _print_choice(choice: Any) -> None:

@@ -34,7 +34,7 @@ class Tile:
     def __post_init__(self) -> None:
         for name in ("m", "n", "group_m", "split_k"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if type(value) is not int or value < 1:
                 raise UsageError(f"tile {name} must be an integer of at least 1, got {value!r}")
 
     def __str__(self) -> str:
@@ -70,19 +70,22 @@ class Config:
     method: Literal["cta"] = "cta"
 
     def __post_init__(self) -> None:
-        for name in ("stages", "d_slabs", "ctas"):
-            if not isinstance(getattr(self, name), int):
-                raise UsageError(f"{name} must be an integer, got {getattr(self, name)!r}")
+        _must_be(int, self, "stages", "d_slabs", "ctas")
+        _must_be(bool, self, "multicast", "direct")
+        for name in ("mix", "pace_us"):
+            if type(getattr(self, name)) is not int:
+                _must_be(float, self, name)
+            object.__setattr__(self, name, float(getattr(self, name)) + 0.0)  # never -0.0
+        if any(type(gpus) is not int for gpus in tuple(self.stage_split)):
+            raise UsageError(f"stage_split must hold integers, got {self.stage_split!r}")
         object.__setattr__(self, "stage_split", tuple(self.stage_split))
-        object.__setattr__(self, "mix", float(self.mix))
-        object.__setattr__(self, "pace_us", float(self.pace_us))
         if not 0.0 <= self.mix <= 1.0:
             raise UsageError(f"mix must be between 0 and 1, got {self.mix}")
         if self.down_axis not in ("n", "h"):
             raise UsageError(f"down_axis must be n or h, got {self.down_axis!r}")
         if not 0.0 <= self.pace_us <= MAX_PACE_US:
             raise UsageError(f"pace_us must be between 0 and {MAX_PACE_US:g}, got {self.pace_us}")
-        if min(self.stage_split) < 0 or len(self.stage_split) != 2:
+        if len(self.stage_split) != 2 or min(self.stage_split) < 0:
             raise UsageError(f"stage_split is p_up:p_down, got {self.stage_split}")
 
     @property
@@ -131,6 +134,8 @@ class Baseline:
     graph: bool = False
 
     def __post_init__(self) -> None:
+        _must_be(int, self, "chunk")
+        _must_be(bool, self, "graph")
         if self.method not in get_args(BaselineMethod):
             raise UsageError(f"no such method: {self.method!r}")
         if (self.chunk > 0) != (self.method in ("microbatch", "microbatch_cta")):
@@ -157,6 +162,14 @@ class Baseline:
 
 
 AnyConfig = Config | Baseline
+_KINDS = {int: "an integer", float: "a number", bool: "true or false"}
+
+
+def _must_be(kind: type, config: AnyConfig, *names: str) -> None:
+    """Equal configs have equal keys: True is not 1, nor 1.0."""
+    for name in names:
+        if type(value := getattr(config, name)) is not kind:
+            raise UsageError(f"{name} must be {_KINDS[kind]}, got {value!r}")
 
 
 def parse_config(text: str) -> AnyConfig:

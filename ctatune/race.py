@@ -5,17 +5,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ctatune.config import AnyConfig
-from ctatune.errors import DeviceError
+from ctatune.errors import DeviceError, UsageError
 from ctatune.problem import Problem
 from ctatune.rows import Row
 from ctatune.stats import Verdict, ratio_interval, verdict
 
 HEAD = ("method", "us", "95 % interval", "to best baseline", "of ideal", "J")
+IMAGES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,35 +59,49 @@ class Control:
 
 
 def newest(rows: Sequence[Row]) -> list[Row]:
-    """The finals of the newest run that has a baseline besides `single`, or of the newest run."""
-    good = [r for r in rows if r.measurement.phase == "final" and r.measurement.outcome == "ok"]
-    full = [r for r in good if r.config.method not in ("cta", "single")] or good
-    newest_run = max((r.run for r in full), key=lambda run: (run.utc, run.id), default=None)
-    return [r for r in good if r.run == newest_run]
+    """The finals of the newest race that has a rival, or of the newest one: rows of one run and
+    equally many rounds, one a config."""
+    good = [r for r in rows if r.measurement.phase == "final" and r.measurement.timed]
+    last = max(filter(_is_rival, good), key=lambda row: row.age, default=None)
+    last = last or max(good, key=lambda row: row.age, default=None)
+    if last is None:
+        return []
+    race = [r for r in good if r.run == last.run and _rounds(r) == _rounds(last)]
+    return list({r.config: r for r in sorted(race, key=lambda row: row.age)}.values())
+
+
+def _is_rival(row: Row) -> bool:
+    """Whether ratios may be to this row: a baseline, `single` only where there is one GPU."""
+    return row.config.method not in (("cta",) if row.problem.gpus == 1 else ("cta", "single"))
+
+
+def _rounds(row: Row) -> int:
+    return len(row.measurement.samples_us)
 
 
 def controls(rows: Sequence[Row]) -> list[Control]:
-    """The A/A pairs among the rows, in their order: each control with the final that it repeats."""
+    """The A/A pairs among the rows: each control, the oldest first, with the final it repeats."""
+    timed = sorted((row for row in rows if row.measurement.timed), key=lambda row: row.age)
+    finals = {_pair(row): row for row in timed if row.measurement.phase == "final"}
     pairs: list[Control] = []
-    finals: dict[tuple[object, ...], tuple[float, ...]] = {}
-    for row in rows:
-        key = (row.run.utc, row.run.id, row.problem, row.config)
-        again, phase = row.measurement.samples_us, row.measurement.phase
-        if row.measurement.outcome != "ok":
-            continue
-        if phase == "final":
-            finals[key] = again
-        elif phase == "control" and len(first := finals.get(key, ())) == len(again):
-            ratio, low, high = ratio_interval(again, first)
+    for row in timed:
+        if row.measurement.phase == "control" and (first := finals.get(_pair(row))):
+            both = row.measurement.samples_us, first.measurement.samples_us
+            ratio, low, high = ratio_interval(*both)
             pairs.append(Control(config=row.config, ratio=ratio, ratio_interval=(low, high)))
     return pairs
+
+
+def _pair(row: Row) -> tuple[object, ...]:
+    """What a control and its final have in common."""
+    return row.run.utc, row.run.id, row.problem, row.config, _rounds(row)
 
 
 def compare(rows: Sequence[Row]) -> list[Line]:
     """The lines of one race, fastest first; empty without rows."""
     if not rows:
         return []
-    rivals = [r for r in rows if r.config.method not in ("cta", "single")]
+    rivals = [row for row in rows if _is_rival(row)]
     best = min(rivals or rows, key=_latency)
     single = next((r for r in rows if r.config.method == "single"), None)
     return [_line(row, best, single) for row in sorted(rows, key=_latency)]
@@ -153,13 +169,26 @@ def shown(lines: Sequence[Line]) -> list[Line]:
 
 def control_line(rows: Sequence[Row], lines: Sequence[Line]) -> str:
     """The A/A pairs of the race with these lines as one line of text; empty without any."""
-    pairs = controls([row for row in rows if lines and row.run == lines[0].row.run])
+    pairs = _controls_of(rows, lines)
     return f"\nA/A control: {'; '.join(map(str, pairs))}\n" if pairs else ""
 
 
-def document(lines: Sequence[Line]) -> list[dict[str, object]]:
-    """The lines as plain values for JSON."""
-    return [
+def _controls_of(rows: Sequence[Row], lines: Sequence[Line]) -> list[Control]:
+    return controls([row for row in rows if lines and row.run == lines[0].row.run])
+
+
+def document(rows: Sequence[Row], lines: Sequence[Line]) -> dict[str, list[dict[str, object]]]:
+    """The lines, and the A/A pairs of their race among `rows`, as plain values for JSON."""
+    again: list[dict[str, object]] = [
+        {
+            "config": str(pair.config),
+            "ratio": pair.ratio,
+            "ratio_interval": pair.ratio_interval,
+            "verdict": pair.verdict,
+        }
+        for pair in _controls_of(rows, lines)
+    ]
+    contestants: list[dict[str, object]] = [
         {
             "method": line.row.config.method,
             "config": str(line.row.config),
@@ -172,19 +201,35 @@ def document(lines: Sequence[Line]) -> list[dict[str, object]]:
         }
         for line in lines
     ]
+    return {"lines": contestants, "control": again}
+
+
+def check_plot(path: Path) -> None:
+    """That `plot` can write an image there, known before a long race.
+
+    Raises: UsageError for a path that cannot be written or is no IMAGES; DeviceError without
+    matplotlib (extra `plots`).
+    """
+    if path.suffix not in IMAGES:
+        raise UsageError(f"a plot must end with one of {', '.join(IMAGES)}, got {str(path)!r}")
+    try:
+        there = path.exists()
+        path.open("ab").close()
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    if importlib.util.find_spec("matplotlib") is None:
+        raise DeviceError("matplotlib is not installed (extra `plots`)")
 
 
 def plot(races: dict[Problem, list[Line]], path: Path) -> None:
     """Latency over ideal (`single` / GPUs) by tokens, a curve a method, as an image.
 
-    Each size of the weights has its own axes.
-
-    Raises: DeviceError without matplotlib (extra `plots`).
+    Each size of the weights has its own axes. See `check_plot`.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise DeviceError("matplotlib is not installed (extra `plots`)") from error
+    from matplotlib.figure import Figure
+
     sizes = sorted({_weights(problem) for problem in races}) or [(0, 0, 0)]
     figure = Figure(figsize=(7 * len(sizes), 4), layout="constrained")
     methods = sorted({line.row.config.method for lines in races.values() for line in lines})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -87,6 +88,13 @@ class Measurement:
     verification: Verification | None = None
     kernel: KernelBuild | None = None
     gpu_state: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def timed(self) -> bool:
+        """Whether the outcome is ok and all latencies are positive and finite."""
+        latencies = (self.latency_us, *self.samples_us)
+        good = all(us is not None and 0.0 < us < math.inf for us in latencies)
+        return self.outcome == "ok" and bool(self.samples_us) and good
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

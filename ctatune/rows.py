@@ -58,7 +58,14 @@ class Row:
 
     @property
     def kernel_hash(self) -> str | None:
-        return self.measurement.kernel.hash if self.measurement.kernel else None
+        """The version of our kernel: of what was built, else (a failure) of the run."""
+        built = self.measurement.kernel
+        return built.hash if built else self.run.versions.get("kernel")
+
+    @property
+    def age(self) -> tuple[str, int, int]:
+        """Sorts rows by when they were measured: rows of an older file may be stored later."""
+        return self.run.utc, self.run.id, self.trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from ctatune import latency, records, space
 from ctatune.computed import rank
-from ctatune.config import AnyConfig, Baseline, Config
+from ctatune.config import OWN_KERNEL, AnyConfig, Baseline, Config
 from ctatune.jit import kernel_hash
 from ctatune.machine_model import MachineModel
 from ctatune.problem import Problem
@@ -70,42 +70,57 @@ class Hardware:
         found: Known = {}
         bad_luck: Counter[AnyConfig] = Counter()
         for row in self._rows():
-            if row.measurement.phase != "screen":
-                continue
             config, outcome = row.config, row.measurement.outcome
+            if row.measurement.phase != "screen" or outcome == "invalid":
+                continue
             bad_luck[config] += outcome in RETRYABLE
             if outcome not in RETRYABLE or bad_luck[config] == TRIES:
                 found[config] = row.measurement.latency_us if outcome == "ok" else None
         return found
 
     def raced(self) -> bool:
-        """Whether finalists were compared since the last trial."""
-        ours = [row.measurement.phase for row in self._rows() if row.config.method == "cta"]
-        return ours[-1:] in (["final"], ["control"])
+        """Whether finalists, ours among them, were compared since the last good trial."""
+        finals: list[Row] = []
+        for row in self._rows():
+            if row.measurement.phase == "final":
+                finals.append(row)
+            elif row.measurement.phase == "screen" and row.measurement.outcome == "ok":
+                finals.clear()
+        return any(
+            row.run_id == finals[-1].run_id
+            and row.config.method == "cta"
+            and row.measurement.outcome == "ok"
+            for row in finals
+        )
 
     def _rows(self) -> list[Row]:
+        """The rows of this machine, problem and kernel, the oldest first."""
         rows = self._store.measurements(
             self._problem, self._worker.platform.name, protocol=records.PROTOCOL
         )
         return [
             row
-            for row in rows
+            for row in sorted(rows, key=lambda row: row.age)
             if row.run.platform == self._worker.platform
-            and row.kernel_hash in (kernel_hash(), None)
+            and (row.config.method not in OWN_KERNEL or row.kernel_hash == kernel_hash())
         ]
 
     def trial(self, config: AnyConfig) -> tuple[float | None, str]:
         """Latency of one config, or None and the reason."""
-        measured = self._keep(config, self._worker.trial(self._problem, config, self._seed))
+        measured = self._worker.trial(self._problem, config, self._seed)
+        if measured.outcome == "invalid":  # it did not run: this machine may lack a library, today
+            return None, measured.detail
+        measured = self._keep(config, measured)
         return (measured.latency_us if measured.outcome == "ok" else None), measured.detail
 
     def finals(self, configs: Sequence[AnyConfig], controls: Sequence[AnyConfig]) -> None:
         """Compare the finalists with each other; `controls` are those that run twice (A/A)."""
         entries = [*configs, *controls]
         rows = self._worker.finals(self._problem, entries, self._seed)
-        for i, (config, measured) in enumerate(zip(entries, rows, strict=True)):
-            second = i >= len(configs)
-            self._keep(config, replace(measured, phase="control") if second else measured)
+        with self._store.transaction():
+            for i, (config, measured) in enumerate(zip(entries, rows, strict=True)):
+                second = i >= len(configs)
+                self._keep(config, replace(measured, phase="control") if second else measured)
 
     def _keep(self, config: AnyConfig, measured: Measurement) -> Measurement:
         gpus = 1 if config.method == "single" else self._problem.gpus
@@ -141,7 +156,7 @@ class Simulated:
         elif config == Baseline(method="single"):
             predicted = latency.single_us(self._problem, self._machine)
         else:
-            return None, "it has no model yet"
+            return None, "baselines are not simulated"
         self._store.add_prediction(self._run_id, self._problem, config, predicted)
         return predicted.latency_us, ""
 
@@ -164,7 +179,8 @@ def search(
 ) -> int:
     """Try configs until `trials` are stored for this problem (earlier runs count) or time is up.
 
-    The finalists race when a trial was made, now or since the last race, or when `race` asks.
+    The finalists race when a trial was made, of ours or of a baseline, now or since the last race,
+    or when `race` asks.
 
     Returns the number of trials made now. `KeyboardInterrupt` may end it at any moment; what was
     reported is stored.
@@ -177,12 +193,7 @@ def search(
     latencies = [known[config] for config in ranked if config in known]
     tried, best_us = len(latencies), _fastest(latencies)
     made = 0
-    for baseline in space.baselines(problem):
-        if baseline not in known and time.monotonic() < end:
-            value, detail = judge.trial(baseline)
-            known[baseline] = value
-            if value is None:
-                _log.warning("%s does not race: %s", baseline, detail)
+    new_baselines = _try_baselines(problem, judge, known, end)
     proposals = Proposals(ranked, known)
     for config in _order(problem, ranked, proposals):
         if tried + made >= trials or time.monotonic() > end:
@@ -205,9 +216,24 @@ def search(
             )
         )
     finalists = _finalists(problem, ranked, known)
-    if finalists and (made or race or not judge.raced()):
+    if finalists and (made or new_baselines or race or not judge.raced()):
         judge.finals(finalists, _controls(problem, finalists, known))
     return made
+
+
+def _try_baselines(problem: Problem, judge: Judge, known: Known, end: float) -> int:
+    """Try those that are not known and add them to `known`; returns how many were timed."""
+    timed = 0
+    missing: dict[str, list[str]] = {}
+    for baseline in space.baselines(problem):
+        if baseline not in known and time.monotonic() < end:
+            known[baseline], detail = judge.trial(baseline)
+            timed += known[baseline] is not None
+            if known[baseline] is None:
+                missing.setdefault(detail, []).append(str(baseline))
+    for detail, names in missing.items():
+        _log.warning("not in the race (%s): %s", detail, ", ".join(names))
+    return timed
 
 
 def _fastest(latencies: Sequence[float | None]) -> float | None:

@@ -99,4 +99,5 @@ def _model_of(worker: Worker) -> MachineModel:
 
 def _versions() -> dict[str, str]:
     found = {wheel: version for wheel in _RECORDED if (version := jit.version_of(wheel))}
-    return {"python": python_platform.python_version()} | found
+    own = {"python": python_platform.python_version(), "kernel": jit.kernel_hash()}
+    return own | found

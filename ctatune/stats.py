@@ -24,7 +24,12 @@ def median_interval(samples: NDArray[np.float64] | Sequence[float]) -> tuple[flo
 
 
 def ratio_interval(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
-    """Median ratio of latencies of the same interleaved rounds, and its 95 % interval."""
+    """Median ratio of latencies of the same interleaved rounds, and its 95 % interval.
+
+    Raises: ValueError unless there are some, as many of each, all positive and finite.
+    """
+    if not 0 < len(ours) == len(theirs) or not all(0.0 < us < math.inf for us in (*ours, *theirs)):
+        raise ValueError("latencies must be of the same rounds, positive and finite")
     middle, low, high = np.exp(median_interval(np.log(ours) - np.log(theirs)))
     return float(middle), float(low), float(high)
 
@@ -32,8 +37,8 @@ def ratio_interval(ours: Sequence[float], theirs: Sequence[float]) -> tuple[floa
 def verdict(ratio: float, low: float, high: float) -> Verdict:
     """What may be said of a latency that is `ratio` times another one's, `low` to `high` with 95 %.
 
-    A difference is said only when it is at least APART and the interval leaves out 1.
+    A difference is said only when it is at least APART and the interval lies on the same side.
     """
-    if low <= 1.0 <= high or abs(math.log(ratio)) < APART:
-        return "tie"
-    return "faster" if ratio < 1.0 else "slower"
+    if high < 1.0 and ratio <= math.exp(-APART):
+        return "faster"
+    return "slower" if low > 1.0 and ratio >= math.exp(APART) else "tie"

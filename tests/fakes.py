@@ -26,6 +26,8 @@ class FakeBench:
         return load().platform
 
     def trial(self, problem: Problem, config: AnyConfig, seed: int) -> Measurement:
+        if not isinstance(config, Config) and self.bad == "no wheel":
+            return Measurement(outcome="invalid", detail="nccl4py is not installed")
         if isinstance(config, Config) and config.up.n == 128:
             if self.bad == "hang":
                 time.sleep(60)
@@ -40,6 +42,8 @@ class FakeBench:
         return self._ok(config, self._latency_us(problem, config), seed)
 
     def finals(self, problem, configs, seed: int) -> list[Measurement]:
+        if self.bad == "lost final":
+            os._exit(7)
         return [
             replace(self._ok(c, self._latency_us(problem, c), seed), phase="final") for c in configs
         ]

@@ -29,6 +29,7 @@ MACHINE = machine_model.load(None)
 HERE = MACHINE.platform
 OTHER = replace(CONFIG, mix=0.5)
 BURST = Regime(load="burst")
+OLD = replace(GOOD, kernel=replace(BUILD, hash="0ld"))
 
 
 def measured(latency_us: float = 100.0, **changes: Any) -> Measurement:
@@ -56,9 +57,19 @@ def db(tmp_path, monkeypatch) -> Path:
     return tmp_path / "a.db"
 
 
-def run(db: Path, *trials: tuple[AnyConfig, Measurement], problem=PROBLEM, platform=HERE) -> None:
+def run(
+    db: Path,
+    *trials: tuple[AnyConfig, Measurement],
+    problem=PROBLEM,
+    platform=HERE,
+    kernel: str | None = None,
+    utc: str = "",
+) -> None:
     with Store.open(db) as store:
-        run_id = begin(store, platform)
+        versions = {"kernel": kernel or jit.kernel_hash()}
+        run_id = store.begin_run(platform, command="", compiler="", versions=versions)
+        if utc:
+            store._db.execute("UPDATE run SET utc = ? WHERE id = ?", [utc, run_id])
         for config, measurement in trials:
             store.add_measurement(run_id, problem, config, measurement)
 
@@ -149,8 +160,77 @@ def test_finals_go_before_screenings_and_the_newest_finals_win(db):
 
 def test_a_config_that_hung_in_the_final_does_not_serve(db):
     run(db, (CONFIG, measured(50.0)), (OTHER, measured(60.0)))
-    run(db, (CONFIG, replace(final(1.0), outcome="timeout")))
+    run(db, (CONFIG, Measurement(outcome="timeout", phase="final")), (OTHER, final(60.0)))
+    run(db, (CONFIG, measured(50.0)), utc="2020")  # stored later, but older
     assert best().config == OTHER
+    run(db, (CONFIG, Measurement(outcome="timeout", phase="final")))  # who knows whose fault
+    assert best().config == OTHER
+    run(db, (CONFIG, measured(50.0)), (CONFIG, final(50.0)))
+    assert best().config == CONFIG
+
+
+def test_a_failure_counts_for_its_own_version_of_the_kernel(db):
+    failed = Measurement(outcome="compile_error")
+    run(db, (CONFIG, measured(50.0)), (OTHER, measured(60.0)))
+    run(db, (CONFIG, failed), kernel="0ld")
+    assert best().config == CONFIG
+    run(db, (CONFIG, failed))
+    assert best().config == OTHER
+    run(db, (CONFIG, measured(50.0)))
+    assert best().config == CONFIG
+    with Store.open(db) as store:  # of who knows which version: it counts until a newer good row
+        store.add_measurement(begin(store, HERE), PROBLEM, CONFIG, failed)
+    assert best().config == OTHER
+    run(db, (CONFIG, measured(50.0)))
+    assert best().config == CONFIG
+
+
+def test_a_race_without_this_kernel_is_no_answer(db):
+    tp = (Baseline(method="tp"), single(90.0, phase="final"))
+    run(db, (CONFIG, replace(OLD, phase="final")), tp, kernel="0ld")
+    choice = best()
+    assert (choice.method, choice.source) == ("cta", "predicted")
+    assert f"kernel_hash differs (row 0ld, now {jit.kernel_hash()})" in choice.note
+    assert "do not pipeline" not in choice.note
+    found = ctatune.choice.stored_rows(PROBLEM, db, None)
+    assert ([row.config for row in found.rows], found.of_another_kernel) == ([tp[0]], 1)
+    run(db, (CONFIG, measured(100.0)), (OTHER, measured(110.0)))
+    assert (best().config, best().note) == (CONFIG, "screened, not raced")
+    run(db, (CONFIG, final(100.0)), tp)
+    assert "do not pipeline" in best().note
+    run(db, (CONFIG, final(80.0)), (tp[0], single(85.0, phase="final")))
+    run(db, (CONFIG, replace(OLD, phase="final")), tp, kernel="0ld")
+    assert (best().latency_us, best().baselines) == (80.0, {"tp": 85.0})
+
+
+def test_a_baseline_answers_where_our_kernel_failed_or_cannot_run(db):
+    tp = (Baseline(method="tp"), single(90.0, phase="final"))
+    run(db, (CONFIG, Measurement(outcome="wrong")), tp)
+    assert (best().method, best().note) == (
+        "tp",
+        "our kernel failed in every config that was tried",
+    )
+    odd = replace(PROBLEM, k=1025)
+    run(db, tp, problem=odd)
+    assert best(odd.shape).note == "our kernel cannot run this"
+
+
+def test_latencies_that_are_not_positive_never_serve(db):
+    tp = Baseline(method="tp")
+    bad = replace(single(10.0, phase="final"), samples_us=(10.0, 10.0, -0.2))
+    run(db, (CONFIG, final(100.0)), (tp, bad))
+    assert (best().config, best().baselines) == (CONFIG, {})
+
+
+def test_controls_alone_are_named(db):
+    run(db, (CONFIG, measured(phase="control")))
+    assert "only second runs (A/A controls) of our kernel are measured" in best().note
+
+
+def test_the_newest_platform_counts_not_the_one_stored_last(db):
+    run(db, (CONFIG, measured(50.0)))
+    run(db, (OTHER, measured(60.0)), platform=replace(HERE, driver="550"), utc="2020")
+    assert best().config == CONFIG
 
 
 @pytest.mark.parametrize(
@@ -185,10 +265,8 @@ def test_a_config_that_was_ever_wrong_does_not_serve(db):
     assert "their config failed in another trial" in best().note
 
 
-OLD = replace(GOOD, kernel=replace(BUILD, hash="0ld"))
 MISSES = [
     (OLD, {}, {}, f"kernel_hash differs (row 0ld, now {jit.kernel_hash()})"),
-    (replace(GOOD, kernel=None), {}, {}, "kernel_hash differs (row None, now "),
     (measured(), {}, {"name": "far"}, f"platform differs (row far, now {HERE.name})"),
     (measured(), {"output": "last"}, {}, "output differs (row last, now replicated)"),
     (measured(), {"gpus": 4}, {}, "gpus differs (row 4, now 2)"),

@@ -140,7 +140,9 @@ def test_a_stored_race_is_shown_without_a_gpu(tmp_path):
     text = ctatune("bench", *arguments).stdout
     assert "| tp_twoshot |" in text
     assert "interleaved rounds" in text
-    lines = json.loads(ctatune("bench", *arguments, "--json").stdout)["4096x8192x8192x8192"]
+    lines = json.loads(ctatune("bench", *arguments, "--json").stdout)["4096x8192x8192x8192"][
+        "lines"
+    ]
     latencies = [line["latency_us"] for line in lines]
     assert latencies == sorted(latencies)
     assert {"cta", "tp", "single"} <= {line["method"] for line in lines}
@@ -169,6 +171,40 @@ def test_what_was_exported_can_be_merged(tmp_path):
     assert f"0 added, {count} known, 0 damaged" in ctatune("merge", shipped, "--db", db).stdout
     assert ctatune("export", "--db", db).stdout == shipped.read_text()
     fails(ctatune("merge", tmp_path / "none", "--db", db), 2, "cannot read")
+
+
+def test_an_empty_export_prints_nothing(tmp_path):
+    Store.open(tmp_path / "x.db").close()
+    assert ctatune("export", "--db", tmp_path / "x.db").stdout == ""
+    assert ctatune("export", "--json", "--db", tmp_path / "x.db").stdout == "[]\n"
+
+
+@pytest.mark.parametrize("name", ["a.doc", "none/a.png", "a"])
+@pytest.mark.parametrize("stored", [[], ["--stored"]])
+def test_a_bad_plot_is_found_before_anything_is_measured(tmp_path, monkeypatch, name, stored):
+    def open_session(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(session, "open_session", open_session)
+    arguments = [*SHAPE, *stored, "--db", tmp_path / "x.db", "--plot", tmp_path / name]
+    fails(ctatune("bench", *arguments), 2, str(tmp_path / name))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_of_another_kernel_are_said_to_be_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("ctatune.jit.kernel_hash", lambda: "another")
+    arguments = ["--shape", "4096x8192x8192", "--gpus", 2, "--db", tmp_path / "x.db"]
+    result = ctatune("bench", *arguments, "--stored")
+    assert "rows of another kernel left out" in result.stderr
+    result = ctatune("best", *arguments)
+    assert "kernel_hash differs" in result.stdout
+
+
+@without_gpu
+def test_a_shape_given_twice_is_searched_once(tmp_path):
+    shapes = ["--shape", "512x1024x1024", "--shape", "512x1024x1024x1024", "--gpus", 2]
+    text = ctatune("search", *shapes, "--trials", 2, "--db", tmp_path / "x.db").stdout
+    assert text.count("512x1024x1024x1024 bf16") == 1
 
 
 @without_gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -96,10 +97,35 @@ def test_the_newest_run_with_rivals_is_shown():
     assert race.compare([]) == []
 
 
+def test_a_race_is_of_one_number_of_rounds_and_positive_latencies():
+    longer = DRIFT + DRIFT
+    rows = [row(CTA, DRIFT), row(TP, DRIFT), row(CTA, longer), row(TP, longer)]
+    rows = [replace(r, trial=i) for i, r in enumerate(rows)]
+    for order in (rows, rows[::-1]):
+        lines = race.compare(race.newest(order))
+        assert [len(line.row.measurement.samples_us) for line in lines] == [24, 24]
+    late = row(CTA, (*DRIFT[1:], -0.2), 2)
+    assert race.newest([*rows, late]) == rows[2:]
+    for samples in ((), DRIFT[:3], (*DRIFT[1:], 0.0), (*DRIFT[1:], math.nan)):
+        with pytest.raises(ValueError, match="positive"):
+            ratio_interval(samples, DRIFT if samples else ())
+
+
+def test_on_one_gpu_single_is_the_baseline():
+    alone = replace(PROBLEM, gpus=1)
+    slower = tuple(1.5 * us for us in DRIFT)
+    rows = [replace(r, problem=alone) for r in (row(CTA, DRIFT), row(SINGLE, slower))]
+    ours, single = race.compare(race.newest(rows))
+    assert (ours.ratio, single.ratio) == (pytest.approx(2 / 3), 1.0)
+
+
 def test_energy_is_shown_where_it_was_counted():
     first, second = race.compare([row(CTA, DRIFT, energy_j=0.98765), row(TP, DRIFT)])
     assert {race.cells(line)[-1] for line in (first, second)} == {"0.988", ""}
-    assert {line["energy_j"] for line in race.document([first, second])} == {0.98765, None}
+    assert {line["energy_j"] for line in race.document([], [first, second])["lines"]} == {
+        0.98765,
+        None,
+    }
     assert "| J |" in race.markdown(PROBLEM, [first, second])
     assert "| J |" not in race.markdown(PROBLEM, race.compare([row(TP, DRIFT)]))
 
@@ -113,6 +139,7 @@ def test_energy_is_shown_where_it_was_counted():
         ((1.005, 1.003, 1.02), "tie"),  # less than 1 %
         ((0.995, 0.992, 0.998), "tie"),
         ((1.0, 1.0, 1.0), "tie"),
+        ((0.97, 1.01, 1.2), "tie"),  # the interval lies on the other side
     ],
 )
 def test_a_difference_is_said_when_it_is_sure_and_one_percent(ratio, word):
@@ -132,12 +159,17 @@ def test_a_control_is_paired_with_the_final_of_its_race_and_is_no_contestant():
         row(TP, DRIFT, 2, phase="control"),  # of another run
     ]
     first, second = race.controls(rows)
+    assert {pair.config for pair in race.controls(rows[::-1])} == {CTA, TP}
     assert (first.config, first.verdict, second.verdict) == (CTA, "slower", "tie")
     assert first.ratio == pytest.approx(1.02)
     lines = race.compare(race.newest(rows))
     assert len(lines) == 2
     text = race.control_line(rows, lines)
     assert text.startswith(f"\nA/A control: {CTA} 1.020 (1.020 .. 1.020), slower; tp 1.000 (")
+    document = race.document(rows, lines)
+    assert [(pair["config"], pair["verdict"]) for pair in document["control"]] == [
+        *((str(CTA), "slower"), ("tp", "tie"))
+    ]
     assert race.control_line(rows, []) == race.control_line(rows[:2], lines) == ""
 
 

@@ -11,10 +11,12 @@ from fakes import FakeBench
 
 from ctatune import space
 from ctatune.choice import best
+from ctatune.config import Baseline
+from ctatune.jit import kernel_hash
 from ctatune.machine_model import load
 from ctatune.problem import Problem
 from ctatune.proposals import Proposals, axes
-from ctatune.search import Hardware, Simulated, rank, search
+from ctatune.search import TRIES, Hardware, Simulated, rank, search
 from ctatune.store import Store
 from ctatune.worker import Worker
 
@@ -23,7 +25,9 @@ MACHINE = load()
 
 
 def run_of(store: Store) -> int:
-    return store.begin_run(MACHINE.platform, command="test", compiler="none", versions={})
+    return store.begin_run(
+        MACHINE.platform, command="test", compiler="none", versions={"kernel": kernel_hash()}
+    )
 
 
 def hardware(path, bad: str = "", *, trials: int, report=lambda _: None) -> int:
@@ -98,6 +102,78 @@ def test_finals_that_were_missed_are_made_up_for(tmp_path, monkeypatch):
         assert store.measurements(PROBLEM, phase="final")
 
 
+def test_a_final_that_was_lost_is_repeated_and_blames_nobody(tmp_path):
+    path = tmp_path / "x.db"
+    hardware(path, "lost final", trials=6)
+    with Store.open(path) as store:
+        finals = store.measurements(PROBLEM, phase="final")
+        screened = store.measurements(PROBLEM, phase="screen")
+    assert {row.measurement.outcome for row in finals} == {"launch_error"}
+    fastest = min(screened, key=lambda row: row.measurement.latency_us or 0)
+    assert best(PROBLEM.shape, gpus=2, db=path).config == fastest.config
+    for _ in range(2):  # the second one does nothing
+        assert hardware(path, trials=6) == 0
+        with Store.open(path) as store:
+            assert len(store.measurements(PROBLEM, phase="final")) == 2 * len(finals)
+
+
+def test_a_final_is_stored_whole_or_not_at_all(tmp_path, monkeypatch):
+    path, keep = tmp_path / "x.db", Hardware._keep
+
+    def stop_at_a_control(self, config, measured):
+        if measured.phase == "control":
+            raise KeyboardInterrupt
+        return keep(self, config, measured)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Hardware, "_keep", stop_at_a_control)
+        with pytest.raises(KeyboardInterrupt):
+            hardware(path, trials=4)
+    with Store.open(path) as store:
+        assert store.measurements(PROBLEM, phase="final") == []
+
+
+def test_baselines_that_lacked_a_library_or_are_new_are_raced_later(tmp_path, monkeypatch, caplog):
+    def raced(path) -> list[set[str]]:
+        with Store.open(path) as store:
+            rows = store.measurements(PROBLEM, phase="final")
+        by_run = {run: [r for r in rows if r.run_id == run] for run in {r.run_id for r in rows}}
+        return [{row.config.method for row in by_run[run]} for run in sorted(by_run)]
+
+    path = tmp_path / "missing.db"
+    hardware(path, "no wheel", trials=4)
+    hardware(path, "no wheel", trials=4)  # nothing is new
+    assert raced(path) == [{"cta"}]
+    assert [message.count("not installed") for message in caplog.messages] == [1, 1]
+    assert hardware(path, trials=4) == 0
+    assert len(raced(path)) == 2
+    assert {"cta", "single", "tp"} < raced(path)[1]
+
+    path = tmp_path / "new.db"
+    with monkeypatch.context() as patched:
+        patched.setattr(space, "baselines", lambda _: [Baseline(method="single")])
+        hardware(path, trials=4)
+    assert hardware(path, trials=4) == hardware(path, trials=4) == 0
+    assert raced(path)[0] == {"cta", "single"}
+    assert len(raced(path)) == 2
+    assert "tp" in raced(path)[1]
+
+
+def test_what_another_kernel_failed_at_is_tried_again(tmp_path, monkeypatch):
+    path = tmp_path / "x.db"
+    with monkeypatch.context() as patched:
+        patched.setattr("test_search.kernel_hash", lambda: "0ld")
+        patched.setattr("ctatune.search.kernel_hash", lambda: "0ld")
+        for _ in range(TRIES):
+            hardware(path, "break", trials=8)
+    with Store.open(path) as store:
+        broken = {r.config for r in store.measurements() if r.measurement.outcome != "ok"}
+        judge = Hardware(PROBLEM, store, run_of(store), Worker.__new__(Worker), MACHINE)
+        judge._worker.platform = MACHINE.platform
+        assert broken
+        assert not broken & judge.known().keys()
+
+
 def test_what_may_be_the_machines_fault_is_tried_again_once(tmp_path):
     path = tmp_path / "x.db"
     hardware(path, "break", trials=8)
@@ -118,13 +194,14 @@ def test_what_failed_is_stored_and_never_served(tmp_path, bad):
     assert choice.config.up.n != 128  # type: ignore[union-attr]
 
 
-def test_the_simulator_stores_predictions_only(tmp_path):
+def test_the_simulator_stores_predictions_only(tmp_path, caplog):
     path = tmp_path / "x.db"
     with Store.open(path) as store:
         judge = Simulated(PROBLEM, store, run_of(store), MACHINE)
         assert search(PROBLEM, judge, MACHINE, lambda _: None, trials=8) == 8
         assert store.measurements() == []
         assert len(store.predictions(PROBLEM)) == 9
+        assert [m.count("baselines are not simulated") for m in caplog.messages] == [1]
         assert search(PROBLEM, judge, MACHINE, lambda _: None, trials=8) == 0
 
 

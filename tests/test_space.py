@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctatune.config import Config, Tile
+from ctatune.config import Baseline, Config, Tile
+from ctatune.errors import UsageError
 from ctatune.problem import Problem
 from ctatune.space import (
     FAMILIES,
@@ -228,3 +229,31 @@ def test_candidates_come_in_a_fixed_order() -> None:
 @pytest.mark.parametrize("gpus", range(1, 9))
 def test_default_split_adds_up(gpus: int) -> None:
     assert sum(default_split(gpus)) == gpus
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"multicast": 1}, {"direct": "false"}, {"stages": 4.0}, {"ctas": True}, {"mix": "0.5"}),
+        *({"stage_split": (2.0, 2.0)}, {"stage_split": "11"}, {"stage_split": (True, 1)}),
+        *({"stage_split": ()}, {"pace_us": True}, {"pace_us": None}),
+    ],
+)
+def test_a_value_of_another_type_is_refused(changes):
+    config = default_config(PROBLEM)
+    (name,) = changes
+    with pytest.raises(UsageError, match=name):
+        replace(config, **changes)
+
+
+def test_equal_configs_have_equal_keys():
+    config = default_config(PROBLEM)
+    zero = replace(config, mix=-0.0, pace_us=-0.0)
+    assert zero.canonical() == replace(config, mix=0, pace_us=0.0).canonical()
+    for fields in ({"m": True, "n": 64}, {"m": 64.0, "n": 64}):
+        with pytest.raises(UsageError, match="tile m"):
+            Tile(**fields)  # type: ignore[arg-type]
+    wrong = ({"method": "single", "graph": 1}, {"method": "microbatch", "chunk": 64.0})
+    for fields in (*wrong, {"method": "single", "chunk": False}):
+        with pytest.raises(UsageError, match="must be"):
+            Baseline(**fields)

@@ -231,6 +231,28 @@ def test_the_second_migration_keeps_all_rows_and_allows_controls(tmp_path, monke
         assert sorted(tables) == sorted(fresh._db.table_names())
 
 
+def test_the_second_migration_leaves_behind_only_what_breaks_a_rule(tmp_path, monkeypatch):
+    first = tmp_path / "first" / "migrations"
+    first.mkdir(parents=True)
+    shutil.copy(room("db") / "migrations" / "0001_initial.sql", first)
+    path = tmp_path / "a.db"
+    with monkeypatch.context() as patched:
+        patched.setattr(ctatune.store, "room", lambda _: first.parent)
+        for _ in range(2):
+            filled(path)
+    with sqlite3.connect(path) as raw:
+        raw.execute("CREATE VIEW mine AS SELECT * FROM measurement_row")
+        raw.execute("DELETE FROM run WHERE id = 1")
+        raw.execute("PRAGMA ignore_check_constraints = ON")
+        raw.execute("UPDATE measurement SET phase = 'fnal' WHERE id = 4")
+    for read_only in (True, False):
+        with Store.open(path, read_only=read_only) as store:
+            assert [row.id for row in store.measurements()] == [5, 6]
+            assert store._db.execute("SELECT count(*) FROM mine").fetchone() == (2,)
+            assert store._db.execute("SELECT count(*) FROM verification").fetchone() == (2,)
+            assert not store._db.execute("PRAGMA foreign_key_check").fetchall()
+
+
 def test_a_migration_that_fails_leaves_nothing(tmp_path, second_migration):
     path = filled(tmp_path / "a.db")
     second_migration("CREATE TABLE a (b TEXT); INSERT INTO nowhere VALUES (1);")
