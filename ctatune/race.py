@@ -16,6 +16,7 @@ from ctatune.problem import Problem
 from ctatune.rows import Row
 from ctatune.stats import Verdict, ratio_interval, verdict
 
+COMMAND = 80  # characters of a run's command that a table shows
 HEAD = ("method", "us", "95 % interval", "to best baseline", "of ideal", "J")
 IMAGES = (".png", ".svg", ".pdf")
 
@@ -152,7 +153,8 @@ def markdown(problem: Problem, lines: Sequence[Line]) -> str:
     if all(line.energy_j is None for line in lines):  # races before energy was counted
         table = [row[:-1] for row in table]
     text = "\n".join("| " + " | ".join(row) + " |" for row in table)
-    return f"{about} ({run.utc[:10]}, {rounds} interleaved rounds, `{run.command}`):\n\n{text}\n"
+    command = run.command if len(run.command) <= COMMAND else run.command[: COMMAND - 4] + " ..."
+    return f"{about} ({run.utc[:10]}, {rounds} interleaved rounds, `{command}`):\n\n{text}\n"
 
 
 def shown(lines: Sequence[Line]) -> list[Line]:

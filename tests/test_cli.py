@@ -145,11 +145,21 @@ def test_a_stored_race_is_shown_without_a_gpu(tmp_path):
     ]
     latencies = [line["latency_us"] for line in lines]
     assert latencies == sorted(latencies)
-    assert {"cta", "tp", "single"} <= {line["method"] for line in lines}
+    assert {"tp", "single"} <= {line["method"] for line in lines}
     result = ctatune(
         "bench", "--shape", "8x8x8", "--gpus", 2, "--stored", "--db", tmp_path / "x.db"
     )
     assert (result.exit_code, result.stdout) == (3, "8x8x8x8: no race is stored\n")
+
+
+def test_what_is_shipped_of_this_kernel_is_an_answer(tmp_path):
+    arguments = ["--shape", "4096x8192x8192", "--gpus", 1, "--platform", "nvidia-h200-pcie"]
+    arguments += ["--db", tmp_path / "x.db", "--json"]
+    answer = json.loads(ctatune("best", *arguments).stdout)
+    assert (answer["source"], answer["verified"]) == ("measured", True)
+    document = json.loads(ctatune("bench", "--stored", *arguments).stdout)["4096x8192x8192x8192"]
+    assert {line["method"] for line in document["lines"]} == {"cta", "single"}
+    assert len(document["control"]) == 2
 
 
 def test_presets_stand_beside_shapes_and_none_is_wrong_usage(tmp_path):
