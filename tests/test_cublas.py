@@ -1,5 +1,8 @@
 """Which algorithm a product runs with, on a library that only keeps what it was asked."""
 
+# The extra is not installed where the code is checked.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import ctypes
