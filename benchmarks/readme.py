@@ -10,7 +10,6 @@ from ctatune import race
 from ctatune.config import Config
 from ctatune.jit import kernel_hash
 from ctatune.problem import Problem
-from ctatune.records import PROTOCOL
 from ctatune.seed import shipped, shipped_shapes
 from ctatune.stats import ratio_interval, verdict
 
@@ -72,7 +71,7 @@ def about(lines: Sequence[race.Line]) -> str:
     old = "" if kernels <= {kernel_hash()} else ", an older version of our kernel"
     return (
         f"{machine.gpus} x {machine.gpu}, {machine.link}, driver {machine.driver}, "
-        f"{machine.power_limit_w} W, {run.utc[:10]}{old}"
+        f"{machine.power_limit_w} W, {run.utc[:10]}, protocol {lines[0].row.protocol}{old}"
     )
 
 
@@ -117,7 +116,7 @@ def results() -> str:
     """The part of the README between the marks."""
     found = races()
     head = (
-        f"Protocol {PROTOCOL}, sustained load, cold cache, Y2 replicated. `of ideal`: `single` / "
+        "Sustained load, cold cache, Y2 replicated. `of ideal`: `single` / "
         "GPUs / ours. In brackets: ours against the opponent. Every method of every race, with "
         "intervals and joules: [docs/results.md](docs/results.md).\n"
     )

@@ -11,6 +11,8 @@ from ctatune.schedule import DOWN, UP, Columns, Schedule
 
 _X, _W_UP, _W_DOWN = 0, 1, 2
 MAX_SETS = 256  # enough for 0.5 MB a set
+PLACES = 8  # with two or three, two entries of one config differed by 1 .. 2 % in 4 of 50 pairs
+PLACES_BYTES = 2 << 30  # of one contestant on one GPU
 
 
 class Inputs:
@@ -64,11 +66,13 @@ class Inputs:
 
 
 def cold_sets(gpus: Gpus, elements: int) -> int:
-    """How many operand sets rotate so that no call finds its weights in L2 (twice L2 between).
+    """How many operand sets rotate so that no call finds its weights in L2 (twice L2 between), and
+    that where they lie hardly matters.
 
     `elements` of weights and X are read in a call on the GPU that reads least.
     """
-    return min(MAX_SETS, max(2, 2 * gpus.l2_bytes // (elements * BF16_BYTES) + 2))
+    nbytes = elements * BF16_BYTES
+    return min(MAX_SETS, max(2 * gpus.l2_bytes // nbytes + 2, min(PLACES, PLACES_BYTES // nbytes)))
 
 
 def elements_read(schedule: Schedule) -> int:

@@ -189,6 +189,8 @@ FAMILIES = (
     Family(32, 64, 2, split_k=2, direct=True),
     Family(64, 64, 2, split_k=2, direct=True),
     Family(64, 64, 2, direct=True),
+    Family(16, 128, 2, split_k=2, direct=True),
+    Family(64, 128, 2, split_k=2, direct=True),
     Family(64, 64, 1, split_k=2),
     Family(64, 128, 2),
     Family(64, 256, 3),
@@ -223,7 +225,10 @@ def default_config(problem: Problem) -> Config:
     pairs = -(-m // 128) % 2 == 0  # tile rows go in pairs
     if m <= 128:
         rows = next(rows for rows in (16, 32, 64, 128) if m <= rows)
-        return Family(rows, 64, 2, split_k=2, direct=True).config(stage_split=split)
+        columns = problem.h // problem.gpus
+        wide = columns >= 64 * 128 and rows != 32  # half as many tiles, each in two parts, suffice
+        family = Family(rows, 128 if wide else 64, 2, split_k=2, direct=rows < 128 or not wide)
+        return family.config(stage_split=split)
     if m <= 512:
         shared = pairs and m > 256
         family = Family(128, 128, 2, multicast=shared, split_k=1 if shared else 2)

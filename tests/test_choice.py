@@ -301,8 +301,8 @@ def test_what_else_moves_a_latency_is_part_of_the_platform(db, column, value):
 
 def test_a_row_of_another_protocol_or_shape_is_a_miss(db, monkeypatch):
     run(db, (CONFIG, measured()))
-    monkeypatch.setattr(ctatune.choice, "PROTOCOL", 2)
-    assert "protocol differs (row 1, now 2)" in best().note
+    monkeypatch.setattr(ctatune.choice, "PROTOCOL", 3)
+    assert "protocol differs (row 2, now 3)" in best().note
     assert best("513x1024x2048").note.startswith("this shape is not measured")
 
 
