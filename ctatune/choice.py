@@ -101,10 +101,10 @@ def choose(problem: Problem, db: Path | None, platform: str | None) -> Choice:
 
 
 class Stored(NamedTuple):
-    """The rows that could answer for a problem, and how many only lack the kernel of today."""
+    """The rows that could answer for a problem, and how many are of an older kernel or protocol."""
 
     rows: list[Row]
-    of_another_kernel: int
+    outdated: int
 
 
 def stored_rows(problem: Problem, db: Path | None, platform: str | None) -> Stored:
@@ -113,8 +113,9 @@ def stored_rows(problem: Problem, db: Path | None, platform: str | None) -> Stor
     wanted = _wanted(problem, _platform(user, platform))
     rows = (*shipped(problem.shape), *user.rows)
     same = _same(rows, wanted)
-    any_kernel = {name: value for name, value in wanted.items() if name != "kernel_hash"}
-    return Stored(same, len(_same(rows, any_kernel)) - len(same))
+    versions = ("kernel_hash", "protocol")
+    timeless = {name: value for name, value in wanted.items() if name not in versions}
+    return Stored(same, len(_same(rows, timeless)) - len(same))
 
 
 def _platform(user: _Known, name: str | None) -> dict[str, Any]:

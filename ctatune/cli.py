@@ -274,10 +274,9 @@ def _seconds(text: str) -> float:
 
 def _say_what_is_left_out(known: dict[Problem, Any]) -> None:
     for problem, found in known.items():
-        if count := found.of_another_kernel:
-            click.echo(
-                f"ctatune: {problem.shape}: {count} rows of another kernel left out", err=True
-            )
+        if count := found.outdated:
+            text = f"{problem.shape}: {count} rows of another kernel or protocol left out"
+            click.echo(f"ctatune: {text}", err=True)
 
 
 def _print_choice(choice: Any) -> None:

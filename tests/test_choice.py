@@ -193,7 +193,7 @@ def test_a_race_without_this_kernel_is_no_answer(db):
     assert f"kernel_hash differs (row 0ld, now {jit.kernel_hash()})" in choice.note
     assert "do not pipeline" not in choice.note
     found = ctatune.choice.stored_rows(PROBLEM, db, None)
-    assert ([row.config for row in found.rows], found.of_another_kernel) == ([tp[0]], 1)
+    assert ([row.config for row in found.rows], found.outdated) == ([tp[0]], 1)
     run(db, (CONFIG, measured(100.0)), (OTHER, measured(110.0)))
     assert (best().config, best().note) == (CONFIG, "screened, not raced")
     run(db, (CONFIG, final(100.0)), tp)

@@ -136,16 +136,18 @@ def test_best_prints_what_a_person_asks_for(tmp_path):
 
 
 def test_a_stored_race_is_shown_without_a_gpu(tmp_path):
-    arguments = ["--shape", "4096x8192x8192", "--gpus", 2, "--stored", "--db", tmp_path / "x.db"]
+    arguments = ["--shape", "4096x8192x8192", "--gpus", 1, "--platform", "nvidia-h200-pcie"]
+    arguments += ["--stored", "--db", tmp_path / "x.db"]
     text = ctatune("bench", *arguments).stdout
-    assert "| tp_twoshot |" in text
+    assert "| single |" in text
     assert "interleaved rounds" in text
+    assert "A/A control: cta" in text
     lines = json.loads(ctatune("bench", *arguments, "--json").stdout)["4096x8192x8192x8192"][
         "lines"
     ]
     latencies = [line["latency_us"] for line in lines]
     assert latencies == sorted(latencies)
-    assert {"tp", "single"} <= {line["method"] for line in lines}
+    assert {"cta", "single"} == {line["method"] for line in lines}
     result = ctatune(
         "bench", "--shape", "8x8x8", "--gpus", 2, "--stored", "--db", tmp_path / "x.db"
     )
@@ -203,9 +205,10 @@ def test_a_bad_plot_is_found_before_anything_is_measured(tmp_path, monkeypatch, 
 
 def test_rows_of_another_kernel_are_said_to_be_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr("ctatune.jit.kernel_hash", lambda: "another")
-    arguments = ["--shape", "4096x8192x8192", "--gpus", 2, "--db", tmp_path / "x.db"]
+    arguments = ["--shape", "4096x8192x8192", "--gpus", 1, "--platform", "nvidia-h200-pcie"]
+    arguments += ["--db", tmp_path / "x.db"]
     result = ctatune("bench", *arguments, "--stored")
-    assert "rows of another kernel left out" in result.stderr
+    assert "rows of another kernel or protocol left out" in result.stderr
     result = ctatune("best", *arguments)
     assert "kernel_hash differs" in result.stdout
 
