@@ -20,7 +20,7 @@ from ctatune.records import Prediction
 from ctatune.schedule import layer_columns
 from ctatune.space import resident_ctas
 
-ESTIMATE = "estimate-2"
+ESTIMATE = "estimate-3"
 _MAX_PANELS = 8  # looked at; of more, an even selection with the first and the last one
 _BURST = 0.5  # part of the last wave's outgoing burst that the spread of its tiles does not hide
 

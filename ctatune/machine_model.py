@@ -84,6 +84,7 @@ class MachineModel:
     launch_us: float
     cublas_launch_us: float
     burst_loss: float
+    multicast_part: float
     tile_us: float
     epilogue_gbps: float
     droop_fraction: float
@@ -165,7 +166,8 @@ class MachineModel:
         l2_us = read_bytes / (self.l2_gbps / work.active) * 1e-3
         operands_us = max(loaded_bytes / self.sm_port_gbps * 1e-3, l2_us)
         smem_us = (loaded_bytes + wgmma_rows(work.tile) * row_bytes) / self.smem_gbps * 1e-3
-        main_us = max(self.tensor_us(work) / clock, smem_us / clock, operands_us)
+        tensor_us = self.tensor_us(work) * (self.multicast_part if work.sharers > 1 else 1.0)
+        main_us = max(tensor_us / clock, smem_us / clock, operands_us)
         wave_us = self.hbm_bytes(work) * work.active / work.tiles / self.hbm_gbps * 1e-3
         return self.both_us(main_us, wave_us) + self.tile_us + self.epilogue_us(work.tile) / clock
 

@@ -20,7 +20,7 @@ from ctatune.records import Prediction
 from ctatune.schedule import DOWN, NOTHING, UP, Schedule, build
 from ctatune.space import TILE_K
 
-SIMULATOR = "simulator-2"
+SIMULATOR = "simulator-3"
 
 
 class TileSpan(NamedTuple):
