@@ -75,7 +75,9 @@ class _RowSplit:
             for gpu, rows in enumerate(self._rows)
         ]
         up, down = Columns(0, problem.h), Columns(0, problem.n)
-        self.sets = cold_sets(gpus, problem.weight_bytes // BF16_BYTES)
+        self.sets = cold_sets(
+            gpus, problem.weight_bytes // BF16_BYTES + self._rows[0].width * problem.k
+        )
         self._sets = [
             [
                 (inputs.x(g, i, rows), inputs.w_up(g, up, i), inputs.w_down(g, down, i))
@@ -143,7 +145,7 @@ class _TensorParallel:
             for g, part in enumerate(self._parts)
         ]
         widest = max(part.width for part in self._parts)
-        self.sets = cold_sets(gpus, widest * (problem.k + problem.n))
+        self.sets = cold_sets(gpus, widest * (problem.k + problem.n) + problem.m * problem.k)
         down = Columns(0, problem.n)
         self._sets = [
             [
