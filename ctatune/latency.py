@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from ctatune.config import Config
-from ctatune.machine_model import MachineModel, Work, faded, pace_delay_us, prediction
+from ctatune.machine_model import MachineModel, Work, doubt, faded, pace_delay_us, prediction
 from ctatune.problem import Problem
 from ctatune.records import Prediction
 from ctatune.schedule import layer_columns
@@ -48,7 +48,7 @@ def estimate(problem: Problem, config: Config, machine: MachineModel) -> Predict
     panels = _looked_at(problem, config)
     end_us = max(_end_us(gpu, gpus, panels, machine) for gpu in gpus)
     latency_us = machine.launch_us + end_us + _tail_us(problem, gpus, machine)
-    return prediction(latency_us, machine.estimate_log_sigma, ESTIMATE)
+    return prediction(latency_us, doubt(problem, machine.estimate_log_sigma), ESTIMATE)
 
 
 def single_us(problem: Problem, machine: MachineModel) -> Prediction:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ctatune.config import Config
 from ctatune.errors import ScheduleError
 from ctatune.latency import gpu_parts
-from ctatune.machine_model import MachineModel, faded, pace_delay_us, prediction
+from ctatune.machine_model import MachineModel, doubt, faded, pace_delay_us, prediction
 from ctatune.problem import BF16_BYTES, Problem
 from ctatune.records import Prediction
 from ctatune.schedule import DOWN, NOTHING, UP, Schedule, build
@@ -46,7 +46,7 @@ class Timeline:
 def simulate(problem: Problem, config: Config, machine: MachineModel) -> Prediction:
     """Latency of a valid CTA-pipelined config on `problem.gpus` GPUs like those of the machine."""
     timeline = run(build(problem, config), machine)
-    return prediction(timeline.total_us, machine.simulator_log_sigma, SIMULATOR)
+    return prediction(timeline.total_us, doubt(problem, machine.simulator_log_sigma), SIMULATOR)
 
 
 def run(schedule: Schedule, machine: MachineModel) -> Timeline:
