@@ -11,10 +11,11 @@ import time
 
 from ctatune.config import AnyConfig, Baseline
 from ctatune.contestants import Contestants
+from ctatune.limits import why_invalid
 from ctatune.measure import Bench
 from ctatune.problem import Problem
 from ctatune.records import PROTOCOL
-from ctatune.space import FAMILIES, why_invalid
+from ctatune.space import FAMILIES
 from ctatune.telemetry import Telemetry
 from ctatune.timing import Timer
 

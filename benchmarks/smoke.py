@@ -7,10 +7,11 @@ import sys
 
 from ctatune.gpus import Gpus
 from ctatune.launch import Mlp
+from ctatune.limits import default_split, why_invalid
 from ctatune.operands import Inputs, place
 from ctatune.problem import Problem
 from ctatune.schedule import build
-from ctatune.space import FAMILIES, default_split, why_invalid
+from ctatune.space import FAMILIES
 
 SHAPES = ((200, 328, 1000, 712), (64, 512, 520, 768), (1, 128, 512, 256))
 CALLS = 3

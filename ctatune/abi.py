@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from ctatune.config import Config, Tile
 from ctatune.errors import PipelineTimeoutError
 from ctatune.gpus import LINE_BYTES, Arena, Gpus, check
+from ctatune.limits import TILE_K, out_rows
 from ctatune.problem import BF16_BYTES, MAX_GPUS
-from ctatune.space import TILE_K, out_rows
 
 GROUP_THREADS = 128
 SEGMENT_UNIT = 256

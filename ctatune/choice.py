@@ -12,12 +12,13 @@ from typing import Any, Literal, NamedTuple
 from ctatune import jit
 from ctatune.config import OWN_KERNEL, AnyConfig, Baseline
 from ctatune.errors import NoAnswer, UsageError
+from ctatune.limits import why_invalid
 from ctatune.machine_model import DEFAULT_PLATFORM, load
 from ctatune.problem import Output, Problem
 from ctatune.records import PROTOCOL, Phase, Platform, Prediction, Regime
 from ctatune.rows import PredictionRow, Row
 from ctatune.seed import shipped
-from ctatune.space import answers, candidates, default_config, why_invalid
+from ctatune.space import answers, candidates, default_config
 from ctatune.store import Store, default_path
 
 Source = Literal["measured", "simulated", "predicted"]

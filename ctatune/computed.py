@@ -7,11 +7,12 @@ from functools import lru_cache
 
 from ctatune import latency
 from ctatune.config import AnyConfig, Config
+from ctatune.limits import why_invalid
 from ctatune.machine_model import MachineModel
 from ctatune.problem import Problem
 from ctatune.records import Prediction
 from ctatune.rows import PredictionRow
-from ctatune.space import candidates, why_invalid
+from ctatune.space import candidates
 
 
 def simulated(

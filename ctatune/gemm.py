@@ -11,8 +11,8 @@ from ctatune.abi import PARAMS, Argument, Flags, tensor_map
 from ctatune.config import Config
 from ctatune.gpus import Arena, Gpus
 from ctatune.kernel import Kernel
+from ctatune.limits import TILE_K
 from ctatune.schedule import DOWN, Columns, raster, slots
-from ctatune.space import TILE_K
 
 
 class Gemm:

@@ -11,8 +11,8 @@ from ctatune import jit
 from ctatune.abi import GROUP_THREADS, Argument
 from ctatune.config import Config
 from ctatune.gpus import Gpus, check
+from ctatune.limits import math_groups, smem_bytes
 from ctatune.records import KernelBuild
-from ctatune.space import math_groups, smem_bytes
 
 
 class Kernel:

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from functools import cache
 
 from ctatune.config import Config
+from ctatune.limits import resident_ctas
 from ctatune.machine_model import MachineModel, Work, doubt, faded, pace_delay_us, prediction
 from ctatune.problem import Problem
 from ctatune.records import Prediction
 from ctatune.schedule import layer_columns
-from ctatune.space import resident_ctas
 
 ESTIMATE = "estimate-3"
 _MAX_PANELS = 8  # looked at; of more, an even selection with the first and the last one

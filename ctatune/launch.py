@@ -13,9 +13,9 @@ from ctatune import abi
 from ctatune.abi import PARAMS, STAMPS, Argument, Flags, tensor_map
 from ctatune.gpus import LINE_BYTES, Arena, Gpus
 from ctatune.kernel import Kernel
+from ctatune.limits import TILE_K
 from ctatune.problem import BF16_BYTES, MAX_GPUS
 from ctatune.schedule import DOWN, UP, Schedule
-from ctatune.space import TILE_K
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

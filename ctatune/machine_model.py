@@ -10,10 +10,10 @@ from pathlib import Path
 
 from ctatune.config import Tile
 from ctatune.errors import UsageError
+from ctatune.limits import TILE_K
 from ctatune.problem import BF16_BYTES, Problem
 from ctatune.records import Platform, Prediction
 from ctatune.rooms import room
-from ctatune.space import TILE_K
 
 DEFAULT_PLATFORM = "nvidia-h200-nv18"
 FEW_TOKENS = 1024

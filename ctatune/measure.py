@@ -18,10 +18,10 @@ from ctatune.contestants import Contestant, Contestants
 from ctatune.errors import DeviceError, PipelineTimeoutError
 from ctatune.gpus import Arena, Gpus
 from ctatune.jit import CompileError
+from ctatune.limits import why_invalid
 from ctatune.problem import Problem
 from ctatune.records import Measurement, Outcome, Phase, Platform, Verification
 from ctatune.schedule import build
-from ctatune.space import why_invalid
 from ctatune.stats import APART, median_interval
 from ctatune.telemetry import Telemetry
 from ctatune.timing import LOAD_SECONDS, Chain, Timer

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ctatune.errors import ScheduleError
+from ctatune.limits import TILE_K, out_rows
 from ctatune.schedule import DOWN, NOTHING, UP, Columns, Schedule
-from ctatune.space import TILE_K, out_rows
 
 Matrix = NDArray[np.float32]
 _SPEED_OCTAVES = 6.0  # the fastest CTA may run 64 times as fast as the slowest

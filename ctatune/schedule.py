@@ -144,7 +144,7 @@ def slots(tiles: NDArray[np.int32], config: Config) -> NDArray[np.int32]:
 
 
 def build(problem: Problem, config: Config) -> Schedule:
-    """The schedule of a valid config (`space.why_invalid` is None) for a problem."""
+    """The schedule of a valid config (`limits.why_invalid` is None) for a problem."""
     up, down = layer_columns(problem, config)
     everyone = range(problem.gpus)
     workers = [gpu for gpu in everyone if up[gpu].width]

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ctatune import latency, records, space
+from ctatune import latency, limits, records, space
 from ctatune.computed import rank
 from ctatune.config import OWN_KERNEL, AnyConfig, Baseline, Config
 from ctatune.jit import kernel_hash
@@ -242,7 +242,7 @@ def _fastest(latencies: Sequence[float | None]) -> float | None:
 
 def _order(problem: Problem, ranked: Sequence[Config], proposals: Proposals) -> Iterator[Config]:
     default = space.default_config(problem)
-    if space.why_invalid(default, problem) is None:
+    if limits.why_invalid(default, problem) is None:
         yield default
     yield from _pipeline(ranked)
     yield from _diverse(ranked)

@@ -14,11 +14,11 @@ from typing import NamedTuple
 from ctatune.config import Config
 from ctatune.errors import ScheduleError
 from ctatune.latency import gpu_parts
+from ctatune.limits import TILE_K
 from ctatune.machine_model import MachineModel, doubt, faded, pace_delay_us, prediction
 from ctatune.problem import BF16_BYTES, Problem
 from ctatune.records import Prediction
 from ctatune.schedule import DOWN, NOTHING, UP, Schedule, build
-from ctatune.space import TILE_K
 
 SIMULATOR = "simulator-3"
 

@@ -14,9 +14,9 @@ from ctatune.abi import ERROR, PARAMS, SEGMENT_UNIT, STAMPS
 from ctatune.errors import PipelineTimeoutError
 from ctatune.gpus import LINE_BYTES, Arena, Gpus
 from ctatune.jit import source
+from ctatune.limits import TILE_K
 from ctatune.problem import MAX_GPUS
 from ctatune.schedule import DOWN, NOTHING, UP
-from ctatune.space import TILE_K
 
 KINDS = {"TensorMap": "V128", "long long": "i8", "int": "i4", "uint32_t": "u4"}
 COUNTS = {"": 1, "kMaxGpus": MAX_GPUS, "kMaxGpus + 1": MAX_GPUS + 1}

@@ -17,7 +17,7 @@ from test_seed import BUILD, CONFIG, GOOD, PROBLEM, PROOF, begin
 
 import ctatune.choice
 import ctatune.seed
-from ctatune import jit, latency, machine_model, space
+from ctatune import jit, latency, limits, machine_model, space
 from ctatune.choice import Choice
 from ctatune.config import AnyConfig, Baseline, parse_config
 from ctatune.errors import NoAnswer, StoreError, UsageError
@@ -383,7 +383,7 @@ def test_a_config_that_failed_here_is_not_predicted(db):
 
 def test_what_cannot_run_has_no_answer():
     problem = replace(PROBLEM, k=1025)
-    reason = space.why_invalid(space.default_config(problem), problem)
+    reason = limits.why_invalid(space.default_config(problem), problem)
     assert reason
     with pytest.raises(NoAnswer, match=re.escape(reason)):
         best(problem.shape)

@@ -13,11 +13,12 @@ from conftest import available
 from ctatune import reference
 from ctatune.config import Config, Tile
 from ctatune.errors import CtatuneError
+from ctatune.limits import default_split, why_invalid
 from ctatune.problem import Output, Problem
 from ctatune.records import RELATIVE_LIMIT, WORST_LIMIT
 from ctatune.reference import Matrix
 from ctatune.schedule import build
-from ctatune.space import FAMILIES, Family, default_split, why_invalid
+from ctatune.space import FAMILIES, Family
 
 Proves = Callable[..., bool]
 

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from ctatune.config import Config, Tile
 from ctatune.latency import estimate, roofline_us, single_us
+from ctatune.limits import default_split
 from ctatune.machine_model import load
 from ctatune.problem import OUTPUTS, Output, Problem
 from ctatune.simulate import simulate
-from ctatune.space import FAMILIES, default_split
+from ctatune.space import FAMILIES
 
 MACHINE = load()
 # What each row of DESIGN 4 is taken to have run: for few tokens narrow tiles, which `space` lacks.

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctatune.config import Config, Tile
+from ctatune.limits import default_split, why_invalid
 from ctatune.problem import OUTPUTS, Problem
 from ctatune.schedule import (
     DOWN,
@@ -22,7 +23,6 @@ from ctatune.schedule import (
     shares,
     split_columns,
 )
-from ctatune.space import default_split, why_invalid
 
 sizes = st.integers(1, 160).map(lambda n: 8 * n)
 tiles = st.builds(

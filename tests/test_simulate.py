@@ -14,11 +14,11 @@ from test_latency import cases
 from ctatune.config import Config, Tile
 from ctatune.errors import ScheduleError
 from ctatune.latency import gpu_parts, roofline_us
+from ctatune.limits import default_split, resident_ctas
 from ctatune.machine_model import MachineModel, load
 from ctatune.problem import Output, Problem
 from ctatune.schedule import DOWN, NOTHING, UP, Schedule, build
 from ctatune.simulate import TileSpan, Timeline, run, simulate
-from ctatune.space import default_split, resident_ctas
 
 MACHINE = load()
 

@@ -9,19 +9,16 @@ from hypothesis import strategies as st
 
 from ctatune.config import Baseline, Config, Tile
 from ctatune.errors import UsageError
-from ctatune.problem import Problem
-from ctatune.space import (
-    FAMILIES,
+from ctatune.limits import (
     SMEM_BYTES,
-    Family,
-    candidates,
-    default_config,
     default_split,
     down_stages,
     math_groups,
     smem_bytes,
     why_invalid,
 )
+from ctatune.problem import Problem
+from ctatune.space import FAMILIES, Family, candidates, default_config
 
 PROBLEM = Problem(m=1024, k=8192, h=8192, n=8192, gpus=2)
 BIG = Tile(m=128, n=256)

@@ -1,0 +1,161 @@
+"""What a GPU can run: resources of a config, and the one function that says why it cannot run."""
+
+from __future__ import annotations
+
+from ctatune.config import Config, Tile
+from ctatune.problem import DTYPES, Problem
+
+TILE_K = 64  # 128 bytes of bf16: one row of the widest TMA swizzle
+SMEM_BYTES = 232_448  # 227 KiB that one CTA of sm_90 can have
+BARRIER_BYTES = 8
+WGMMA_ROWS = 64  # the least that an instruction computes
+MAX_SPLIT = 4
+ALIGNMENT_BYTES = 16  # TMA: the pitch of a row in memory
+MAX_ACCUMULATORS = 128  # fp32 registers a thread that leave room at 232 registers (no spills)
+HBM_BYTES = 141e9  # H200
+MIN_STAGES = 2
+
+
+def math_groups(config: Config) -> int:
+    """Warpgroups that compute: two, or one where both tiles are as small as one can compute."""
+    small = all(tile.m <= WGMMA_ROWS and tile.n == 64 for tile in (config.up, config.down))
+    return 1 if small else 2
+
+
+def stage_bytes(tile: Tile) -> int:
+    """Shared memory of one K block of a tile's operands."""
+    return (tile.m + tile.n) * 2 * TILE_K
+
+
+def out_rows(tile: Tile) -> int:
+    """Rows of a tile that one CTA of its cluster stores."""
+    return max(WGMMA_ROWS, tile.m) // tile.split_k
+
+
+def down_stages(config: Config) -> int:
+    """Depth of the ring of `down`: what fits into the memory of that of `up`."""
+    return config.stages * stage_bytes(config.up) // stage_bytes(config.down)
+
+
+def smem_bytes(config: Config) -> int:
+    """Dynamic shared memory of one CTA: ring of stages, slabs, partial sums, barriers."""
+    tiles = (config.up, config.down)
+    slab_bytes = 0 if config.direct else max(map(out_rows, tiles)) * 2 * TILE_K
+    slabs = config.d_slabs * slab_bytes
+    sums = max((tile.split_k - 1) * out_rows(tile) * tile.n * 4 for tile in tiles)
+    rings = 1 if tiles[0].m == tiles[1].m and tiles[0].n == tiles[1].n else 2
+    depth = max(config.stages, down_stages(config))
+    barriers = 2 * BARRIER_BYTES * (rings * depth + config.d_slabs + 2)
+    return config.stages * stage_bytes(config.up) + slabs + sums + barriers
+
+
+def default_split(gpus: int) -> tuple[int, int]:
+    """The stage split in the middle, and the way in which mix 1 is written."""
+    return gpus - gpus // 2, gpus // 2
+
+
+def why_invalid(config: Config, problem: Problem, *, sm_count: int = 132) -> str | None:
+    """The rule that a config breaks for a problem on a GPU with `sm_count` SMs, or None."""
+    return _why_shape(problem) or _why_tiles(config) or _why_split(config, problem, sm_count)
+
+
+def _why_shape(problem: Problem) -> str | None:
+    size = DTYPES[problem.dtype]
+    for name in ("k", "h", "n"):
+        pitch = getattr(problem, name) * size
+        if pitch % ALIGNMENT_BYTES:
+            rule = f"a multiple of {ALIGNMENT_BYTES // size} (TMA: pitch of a row)"
+            return f"{name} must be {rule}, got {getattr(problem, name)}"
+    weights = problem.weight_bytes / problem.gpus
+    y1 = 2 * size * problem.m * problem.h
+    if weights + y1 + size * problem.m * (problem.k + problem.n) > HBM_BYTES:
+        return f"weights and activations do not fit into {HBM_BYTES / 1e9:.0f} GB of GPU memory"
+    return None
+
+
+def _why_tiles(config: Config) -> str | None:
+    return (
+        _why_tile("up", config.up, config)
+        or _why_tile("down", config.down, config)
+        or _why_cluster(config)
+        or _why_memory(config)
+    )
+
+
+def _why_tile(name: str, tile: Tile, config: Config) -> str | None:
+    if tile.m not in (16, 32, 64, 128, 256):
+        rule = "16, 32, 64, 128 or 256 (WGMMA m, two math groups)"
+        return f"{name} tile m must be {rule}, got {tile.m}"
+    groups = math_groups(config)
+    groups_n = groups if tile.m <= WGMMA_ROWS else 1  # where groups stand along n
+    if tile.n > 256 or tile.n % (64 * groups_n):
+        rule = f"a multiple of {64 * groups_n} up to 256 (64 columns a slab and math group)"
+        return f"{name} tile n must be {rule}, got {tile.n}"
+    if max(WGMMA_ROWS, tile.m) * tile.n > MAX_ACCUMULATORS * groups * 128:
+        rule = f"at most {MAX_ACCUMULATORS} accumulators a thread"
+        return f"{name} tile must need {rule}, got {tile.m}x{tile.n}"
+    if config.direct and (config.d_slabs != 2 or config.pace_us):
+        return "direct stores go at no pace, and take turns of 2 d_slabs: own GPU, peers"
+    if not config.direct and groups_n > 1 and config.d_slabs < tile.n // 128 + 1:
+        rule = f"at least {tile.n // 128 + 1} (a math group may not run a ring turn ahead)"
+        return f"d_slabs must be {rule} for {tile.m}x{tile.n}, got {config.d_slabs}"
+    return None
+
+
+def _why_cluster(config: Config) -> str | None:
+    splits = {config.up.split_k, config.down.split_k} - {1}
+    for split in splits:
+        if split not in (2, MAX_SPLIT) or len(splits) > 1:
+            rule = f"1, 2 or {MAX_SPLIT}, and the same in both layers where it is not 1"
+            return f"split_k must be {rule}, got {config.up.split_k} and {config.down.split_k}"
+        if max(t.m for t in (config.up, config.down) if t.split_k > 1) > 128:
+            return "split_k needs a tile m of at most 128 (each math warp has rows of one owner)"
+    if config.multicast and splits:
+        return "multicast and split_k exclude each other: a cluster serves one of them"
+    return None
+
+
+def _why_memory(config: Config) -> str | None:
+    if min(config.stages, down_stages(config)) < MIN_STAGES:
+        rule = f"at least {MIN_STAGES} (one loads while one computes)"
+        return f"stages must be {rule}, got {config.stages} of up, {down_stages(config)} of down"
+    if config.pace_us and config.d_slabs * 64 < max(config.up.n, config.down.n):
+        rule = "room for a whole tile (a paced store must not hold up the math)"
+        return f"pace_us needs {rule}, d_slabs is {config.d_slabs}"
+    if config.d_slabs < 1:
+        return f"d_slabs must be at least 1, got {config.d_slabs}"
+    if smem_bytes(config) > SMEM_BYTES:
+        rule = f"at most {SMEM_BYTES} bytes (227 KiB of one CTA)"
+        return f"shared memory must be {rule}, got {smem_bytes(config)}"
+    return None
+
+
+def _why_split(config: Config, problem: Problem, sm_count: int) -> str | None:
+    p_up, p_down = config.stage_split
+    if p_up + p_down != problem.gpus:
+        return f"stage split {p_up}:{p_down} does not add up to {problem.gpus} GPUs"
+    if config.mix == 1.0 and config.stage_split != default_split(problem.gpus):
+        return f"mix 1 uses no stages; its split is written {default_split(problem.gpus)}"
+    if config.mix < 1.0 and min(config.stage_split) == 0:
+        return "a pipeline needs a GPU in each stage"
+    for name, tile in (("up", config.up), ("down", config.down)):
+        rows = -(-problem.m // tile.m)
+        if config.multicast and (rows % 2 or tile.group_m % 2):
+            rule = "an even number of tile rows and an even group (tiles go in pairs)"
+            return f"multicast needs {rule}, {name} has {rows} in groups of {tile.group_m}"
+    if config.down_axis != "n":
+        return "down_axis h is not built yet: the kernel has no reduction over GPUs"
+    most = resident_ctas(config, sm_count)
+    if not 0 <= config.ctas <= most:
+        return f"ctas must be at most {most} (those that run at the same time), got {config.ctas}"
+    if config.ctas % config.cluster:
+        return f"ctas must be a multiple of the cluster ({config.cluster}), got {config.ctas}"
+    return None
+
+
+def resident_ctas(config: Config, sm_count: int) -> int:
+    """CTAs that a GPU runs at the same time, as a model assumes (the driver knows: kernel.py).
+
+    30 clusters of four fit on the 132 SMs of an H200, since none spans two GPCs.
+    """
+    return sm_count if config.cluster < 4 else sm_count // 11 * 10
