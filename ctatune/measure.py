@@ -21,18 +21,16 @@ from ctatune.jit import CompileError
 from ctatune.limits import why_invalid
 from ctatune.problem import Problem
 from ctatune.records import Measurement, Outcome, Phase, Platform, Verification
-from ctatune.schedule import build
 from ctatune.stats import APART, median_interval
 from ctatune.telemetry import Telemetry
 from ctatune.timing import LOAD_SECONDS, Chain, Timer
-from ctatune.verify import Reference, verify
+from ctatune.verify import Prover, Reference
 
 SCREEN_ROUNDS = 5
 MIN_ROUNDS, MAX_ROUNDS, FINAL_SECONDS = 12, 60, 12.0
 TIE = 0.005  # half-width of the interval of the log-ratio at which two methods are told apart
 NEXT_LOAD_SECONDS = 0.3  # of load where another method has just loaded the GPUs
 RELOAD_SECONDS = 0.05  # of load before each round of a final, so that clocks stay settled
-BURST = (4, 3, 2, 1, 0)  # operand sets of calls in flight together; the last one is compared
 
 
 class Bench:
@@ -90,7 +88,7 @@ class Bench:
         with self.gpus.arena() as arena:
             reference = self._reference_of(problem, seed)
             contestant = self._contestants.prepare(arena, problem, config, seed)
-            prover = _Prover(self.gpus, arena, reference, contestant)
+            prover = Prover(self.gpus, arena, reference, contestant)
             proof = prover.prove()
             if not proof.passed:
                 return _wrong(contestant, proof, "screen")
@@ -123,7 +121,7 @@ class Bench:
             def enter(i: int, config: AnyConfig) -> Measurement:
                 contestant = self._contestants.prepare(arena, problem, config, seed)
                 with self.gpus.arena() as own:
-                    proof = _Prover(self.gpus, own, reference, contestant).prove()
+                    proof = Prover(self.gpus, own, reference, contestant).prove()
                 if proof.passed:
                     field[i] = (contestant, proof)
                 return _wrong(contestant, proof, "final")
@@ -194,7 +192,7 @@ class Bench:
         reference = self._reference_of(problem, 1)
         with self.gpus.arena() as arena:
             contestant = self._contestants.prepare(arena, problem, config, 1, skip_wait=skip_wait)
-            prover = _Prover(self.gpus, arena, reference, contestant)
+            prover = Prover(self.gpus, arena, reference, contestant)
             return prover.prove().passed and prover.prove_in_flight().passed
 
 
@@ -226,49 +224,6 @@ class _Load:
         if not self._made or math.isnan(self._energy_j):
             return {"duty": self.duty}
         return {"duty": self.duty, "energy_j": self._energy_j / self._made}
-
-
-class _Prover:
-    """Compares one contestant's Y2 with the reference of the same inputs.
-
-    `arena` holds what is compared bit for bit; it must live as long as this.
-    """
-
-    def __init__(
-        self, gpus: Gpus, arena: Arena, reference: Reference, contestant: Contestant
-    ) -> None:
-        self._gpus, self._contestant, self._reference = gpus, contestant, reference
-        config = contestant.config
-        ours = isinstance(config, Config)
-        self._bits = reference.one_gpu(arena, build(reference.problem, config)) if ours else 0
-
-    def prove(self) -> Verification:
-        """Two calls one after the other, one for each parity of Y1, which is poisoned before."""
-
-        def run() -> None:
-            self._contestant.poison()
-            self._gpus.sync()
-            self._contestant.call(0)
-
-        return min((self._verify(run) for _ in range(2)), key=lambda proof: proof.passed)
-
-    def prove_in_flight(self) -> Verification:
-        """The last of several calls that were enqueued together, as they are when timed."""
-
-        def run() -> None:
-            for which in BURST:
-                self._contestant.call(which)
-
-        return self._verify(run)
-
-    def _verify(self, run: Callable[[], None]) -> Verification:
-        contestant = self._contestant
-        where = contestant.where
-        proof = verify(
-            self._gpus, self._reference, contestant.y2, run, where=where, bits=self._bits
-        )
-        contestant.check()
-        return proof
 
 
 def _told_apart(rounds: dict[int, list[Chain]]) -> bool:

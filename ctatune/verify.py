@@ -7,13 +7,16 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ctatune.config import Config
+from ctatune.contestants import Contestant
 from ctatune.gpus import Arena, Gpus
 from ctatune.launch import Mlp, Operands
 from ctatune.operands import Inputs
 from ctatune.problem import BF16_BYTES, Problem
 from ctatune.records import RELATIVE_LIMIT, WORST_LIMIT, Verification
-from ctatune.schedule import Columns, Schedule, alone
+from ctatune.schedule import Columns, Schedule, alone, build
 
+BURST = (4, 3, 2, 1, 0)  # operand sets of calls in flight together; the last one is compared
 _REFERENCE_TILE = 64
 
 
@@ -101,3 +104,46 @@ def _judge(
         nans=int(nans),
         bitwise_equal=equal,
     )
+
+
+class Prover:
+    """Compares one contestant's Y2 with the reference of the same inputs.
+
+    `arena` holds what is compared bit for bit; it must live as long as this.
+    """
+
+    def __init__(
+        self, gpus: Gpus, arena: Arena, reference: Reference, contestant: Contestant
+    ) -> None:
+        self._gpus, self._contestant, self._reference = gpus, contestant, reference
+        config = contestant.config
+        ours = isinstance(config, Config)
+        self._bits = reference.one_gpu(arena, build(reference.problem, config)) if ours else 0
+
+    def prove(self) -> Verification:
+        """Two calls one after the other, one for each parity of Y1, which is poisoned before."""
+
+        def run() -> None:
+            self._contestant.poison()
+            self._gpus.sync()
+            self._contestant.call(0)
+
+        return min((self._verify(run) for _ in range(2)), key=lambda proof: proof.passed)
+
+    def prove_in_flight(self) -> Verification:
+        """The last of several calls that were enqueued together, as they are when timed."""
+
+        def run() -> None:
+            for which in BURST:
+                self._contestant.call(which)
+
+        return self._verify(run)
+
+    def _verify(self, run: Callable[[], None]) -> Verification:
+        contestant = self._contestant
+        where = contestant.where
+        proof = verify(
+            self._gpus, self._reference, contestant.y2, run, where=where, bits=self._bits
+        )
+        contestant.check()
+        return proof
