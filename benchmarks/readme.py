@@ -53,10 +53,9 @@ def cell(line: race.Line | None, ours: race.Line) -> str:
 def said(lines: Sequence[race.Line], ours: race.Line) -> str:
     """Who wins among the methods that may answer."""
     able = ("single",) if ours.row.problem.gpus == 1 else (*TP, *MICRO)
-    rivals = [line for line in lines if line.row.config.method in able]
-    if not rivals:
+    best = fastest(lines, *able)
+    if best is None:
         return ""
-    best = min(rivals, key=lambda line: line.latency_us)
     ratio = ratio_interval(ours.row.measurement.samples_us, best.row.measurement.samples_us)
     word = verdict(*ratio)
     name = best.row.config.method
@@ -101,14 +100,10 @@ def summary(found: Races) -> str:
     parts = []
     for (gpus, k, h, n), group in sorted(groups.items(), reverse=True):
         head = ONE if gpus == 1 else SEVERAL
-        rows = [head, tuple("---" for _ in head)]
-        for lines in group.values():
-            if ours := fastest(lines, "cta"):
-                rows.append(cells(lines, ours))
-        table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+        rows = [cells(x, ours) for x in group.values() if (ours := fastest(x, "cta"))]
         machines = "; ".join(sorted({about(lines) for lines in group.values()}))
         title = f"**{gpus} GPU{'s' * (gpus > 1)}, k {k}, h {h}, n {n}** ({machines})"
-        parts.append(f"{title}:\n\n{table}\n")
+        parts.append(f"{title}:\n\n{race.table(head, *rows)}\n")
     return "\n".join(parts)
 
 

@@ -42,7 +42,7 @@ def best(
     db: Path | None = None,
     platform: str | None = None,
 ) -> Choice:
-    """The fastest config known for a problem (see `ctatune.choice.best`), from memory if it can be.
+    """The fastest config known for a problem (`choice.choose` says how), from memory if it can be.
 
     Thread-safe. A change of the database, by whatever process, is seen after CHECK_SECONDS at
     most; `refresh` sees it at once.
@@ -66,6 +66,7 @@ def refresh() -> None:
 
 def _read(db: Path | None, question: tuple[Any, ...]) -> Choice:
     from ctatune import choice  # late: `import ctatune` stays quick
+    from ctatune.problem import Problem
     from ctatune.store import default_path
 
     shape, gpus, dtype, activation, output, platform = question
@@ -76,16 +77,10 @@ def _read(db: Path | None, question: tuple[Any, ...]) -> Choice:
         same = kept is not None and kept.path == path and kept.stamp == stamp
         answers = kept.answers if kept is not None and same else {}
         if question not in answers:
-            found = choice.best(
-                shape,
-                gpus=gpus,
-                dtype=dtype,
-                activation=activation,
-                output=output,
-                db=path,
-                platform=platform,
+            problem = Problem.of(
+                shape, gpus=gpus, dtype=dtype, activation=activation, output=output
             )
-            answers = answers | {question: found}
+            answers = answers | {question: choice.choose(problem, path, platform)}
         # What changed while it was read is seen at the next look: the stamp is older than that.
         _kept[db] = _Kept(path, stamp, time.monotonic() + CHECK_SECONDS, answers)
         return answers[question]

@@ -65,29 +65,14 @@ class _Known:
     platforms: tuple[str, ...] = ()
 
 
-def best(
-    shape: str,
-    *,
-    gpus: int,
-    dtype: str = "bf16",
-    activation: str = "none",
-    output: str = "replicated",
-    db: Path | None = None,
-    platform: str | None = None,
-) -> Choice:
+def choose(problem: Problem, db: Path | None, platform: str | None) -> Choice:
     """The fastest config known for a problem: measured, else simulated, else estimated.
 
     `db` is the user's database (None: `default_path()`; no file: empty), the shipped measurements
     lie under it. Without `platform` it is the only one that the user measured, or the shipped one.
 
-    Raises: NoAnswer; UsageError for an impossible problem; StoreError for a damaged database.
+    Raises: NoAnswer; StoreError for a damaged database.
     """
-    problem = Problem.of(shape, gpus=gpus, dtype=dtype, activation=activation, output=output)
-    return choose(problem, db, platform)
-
-
-def choose(problem: Problem, db: Path | None, platform: str | None) -> Choice:
-    """`best` of a problem."""
     user = _read(db or default_path(), problem)
     wanted = _wanted(problem, _platform(user, platform))
     ours, theirs = _same(user.rows, wanted), _same(shipped(problem.shape), wanted)

@@ -151,7 +151,7 @@ def best(
     shape: str, db: Path | None, platform: str | None, as_json: bool, **problem_fields: Any
 ) -> None:
     """Say which config to run, its latency, and where that number comes from."""
-    from ctatune.choice import best as best_of
+    from ctatune.answers import best as best_of
 
     choice = best_of(shape, db=db, platform=platform, **problem_fields)
     if as_json:

@@ -18,7 +18,7 @@ MIN_STAGES = 2
 
 def math_groups(config: Config) -> int:
     """Warpgroups that compute: two, or one where both tiles are as small as one can compute."""
-    small = all(tile.m <= WGMMA_ROWS and tile.n == 64 for tile in (config.up, config.down))
+    small = all(tile.m <= WGMMA_ROWS and tile.n == 64 for tile in config.tiles)
     return 1 if small else 2
 
 
@@ -39,7 +39,7 @@ def down_stages(config: Config) -> int:
 
 def smem_bytes(config: Config) -> int:
     """Dynamic shared memory of one CTA: ring of stages, slabs, partial sums, barriers."""
-    tiles = (config.up, config.down)
+    tiles = config.tiles
     slab_bytes = 0 if config.direct else max(map(out_rows, tiles)) * 2 * TILE_K
     slabs = config.d_slabs * slab_bytes
     sums = max((tile.split_k - 1) * out_rows(tile) * tile.n * 4 for tile in tiles)
@@ -108,7 +108,7 @@ def _why_cluster(config: Config) -> str | None:
         if split not in (2, MAX_SPLIT) or len(splits) > 1:
             rule = f"1, 2 or {MAX_SPLIT}, and the same in both layers where it is not 1"
             return f"split_k must be {rule}, got {config.up.split_k} and {config.down.split_k}"
-        if max(t.m for t in (config.up, config.down) if t.split_k > 1) > 128:
+        if max(t.m for t in config.tiles if t.split_k > 1) > 128:
             return "split_k needs a tile m of at most 128 (each math warp has rows of one owner)"
     if config.multicast and splits:
         return "multicast and split_k exclude each other: a cluster serves one of them"

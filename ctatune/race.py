@@ -143,16 +143,22 @@ def cells(line: Line) -> tuple[str, ...]:
     return str(line.row.config), latency, interval, ratio, ideal, energy
 
 
+def table(head: Sequence[str], *rows: Sequence[str]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
 def markdown(problem: Problem, lines: Sequence[Line]) -> str:
     """The table of one race as Markdown, with what it was measured on."""
     if not lines:
         return f"{problem.shape}: no race is stored\n"
-    run, rounds = lines[0].row.run, len(lines[0].row.measurement.samples_us)
+    run, rounds = lines[0].row.run, _rounds(lines[0].row)
     about = f"{problem.shape}, {problem.output}, {problem.gpus} x {run.platform.gpu}"
-    table = [HEAD, tuple("---" for _ in HEAD), *map(cells, lines)]
+    rows = [HEAD, *map(cells, lines)]
     if all(line.energy_j is None for line in lines):  # races before energy was counted
-        table = [row[:-1] for row in table]
-    text = "\n".join("| " + " | ".join(row) + " |" for row in table)
+        rows = [row[:-1] for row in rows]
+    text = table(*rows)
     command = run.command if len(run.command) <= COMMAND else run.command[: COMMAND - 4] + " ..."
     return f"{about} ({run.utc[:10]}, {rounds} interleaved rounds, `{command}`):\n\n{text}\n"
 

@@ -41,7 +41,7 @@ class Family(NamedTuple):
         least = Config(**tiles, **kind, **rest, stages=MIN_STAGES)
         stage = stage_bytes(least.up) + 2 * BARRIER_BYTES
         more = (SMEM_BYTES - smem_bytes(least)) // stage
-        return replace(least, stages=max(MIN_STAGES, MIN_STAGES + more))
+        return replace(least, stages=MIN_STAGES + max(0, more))
 
 
 # Few tokens: all SMs stream weights, so tiles are narrow and split along K. Then ever larger tiles,

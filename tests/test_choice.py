@@ -21,6 +21,7 @@ from ctatune import jit, latency, limits, machine_model, space
 from ctatune.choice import Choice
 from ctatune.config import AnyConfig, Baseline, parse_config
 from ctatune.errors import NoAnswer, StoreError, UsageError
+from ctatune.problem import Problem
 from ctatune.records import Measurement, Prediction, Regime
 from ctatune.seed import export_lines, forget_shipped
 from ctatune.store import Store
@@ -75,7 +76,8 @@ def run(
 
 
 def best(shape: str = PROBLEM.shape, gpus: int = 2, **asked: Any) -> Choice:
-    return ctatune.choice.best(shape, gpus=gpus, **asked)
+    where = asked.pop("db", None), asked.pop("platform", None)
+    return ctatune.choice.choose(Problem.of(shape, gpus=gpus, **asked), *where)
 
 
 def simulate(
@@ -410,7 +412,7 @@ def test_importing_and_asking_needs_neither_cuda_nor_optuna(tmp_path):
         import ctatune.choice
         heavy = {"cuda", "optuna", "scipy", "pandas"}
         assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()
-        ctatune.choice.best("512x1024x2048x1024", gpus=2)
+        ctatune.best("512x1024x2048x1024", gpus=2)
         assert not (heavy - {"pandas"}) & sys.modules.keys()
     """
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parent.parent}"}

@@ -10,7 +10,7 @@ import pytest
 from fakes import FakeBench
 
 from ctatune import space
-from ctatune.choice import best
+from ctatune.choice import choose
 from ctatune.config import Baseline
 from ctatune.jit import kernel_hash
 from ctatune.machine_model import load
@@ -58,7 +58,7 @@ def test_a_search_measures_races_and_is_looked_up_again(tmp_path):
     assert controls[0] == best_ours.config
     proofs = [row.measurement.verification for row in rows]
     assert len({proof.seed for proof in proofs if proof}) == 1  # one reference serves all
-    choice = best(PROBLEM.shape, gpus=2, db=path)
+    choice = choose(PROBLEM, path, None)
     fastest = min(
         (row for row in finals if row.config.method == "cta"),
         key=lambda row: row.measurement.latency_us or 0,
@@ -110,7 +110,7 @@ def test_a_final_that_was_lost_is_repeated_and_blames_nobody(tmp_path):
         screened = store.measurements(PROBLEM, phase="screen")
     assert {row.measurement.outcome for row in finals} == {"launch_error"}
     fastest = min(screened, key=lambda row: row.measurement.latency_us or 0)
-    assert best(PROBLEM.shape, gpus=2, db=path).config == fastest.config
+    assert choose(PROBLEM, path, None).config == fastest.config
     for _ in range(2):  # the second one does nothing
         assert hardware(path, trials=6) == 0
         with Store.open(path) as store:
@@ -190,7 +190,7 @@ def test_what_failed_is_stored_and_never_served(tmp_path, bad):
     with Store.open(path) as store:
         outcomes = {row.measurement.outcome for row in store.measurements(PROBLEM)}
     assert outcomes == {"ok", "launch_error" if bad == "break" else "wrong"}
-    choice = best(PROBLEM.shape, gpus=2, db=path)
+    choice = choose(PROBLEM, path, None)
     assert choice.config.up.n != 128  # type: ignore[union-attr]
 
 
