@@ -24,6 +24,8 @@ SEVERAL = (
     "best TP us",
     "micro-batches us",
     "",
+    "load",
+    "TP screened us",
 )
 TP = ("tp", "tp_twoshot")
 MICRO = ("microbatch", "microbatch_cta")
@@ -48,6 +50,31 @@ def cell(line: race.Line | None, ours: race.Line) -> str:
     if line is None:
         return ""
     return f"{line.latency_us:.1f} ({ours.latency_us / line.latency_us - 1:+.0%})"
+
+
+def load(ours: race.Line) -> str:
+    """The part of the time in which the GPUs worked while the race loaded them."""
+    duty = ours.row.measurement.gpu_state.get("duty")
+    return f"{duty:.0%}" if isinstance(duty, float) else ""
+
+
+def screened(ours: race.Line) -> str:
+    """The best tensor-parallel screening of the same run, and what our best one takes of it.
+
+    A screening comes after the method's own load, as dense as its host can make it.
+    """
+    problem, run = ours.row.problem, ours.row.run
+    us: dict[bool, list[float]] = {True: [], False: []}
+    for row in shipped(problem.shape):
+        measured = row.measurement
+        if (row.problem, row.run, measured.phase) != (problem, run, "screen"):
+            continue
+        if measured.latency_us and row.config.method in ("cta", *TP):
+            us[row.config.method == "cta"].append(measured.latency_us)
+    if not all(us.values()):
+        return ""
+    ours_us, tp_us = min(us[True]), min(us[False])
+    return f"{tp_us:.1f} ({ours_us / tp_us - 1:+.0%})"
 
 
 def said(lines: Sequence[race.Line], ours: race.Line) -> str:
@@ -88,6 +115,8 @@ def cells(lines: Sequence[race.Line], ours: race.Line) -> tuple[str, ...]:
         cell(fastest(lines, *TP), ours),
         cell(fastest(lines, *MICRO), ours),
         said(lines, ours),
+        load(ours),
+        screened(ours),
     )
 
 
@@ -112,7 +141,10 @@ def results() -> str:
     found = races()
     head = (
         "Sustained load, cold cache, Y2 replicated. `of ideal`: `single` / "
-        "GPUs / ours. In brackets: ours against the opponent. Every method of every race, with "
+        "GPUs / ours. In brackets: ours against the opponent. `load`: part of the time in which "
+        "the GPUs worked while they were loaded. `TP screened`: the best tensor-parallel form in "
+        "the screening before the race, where each method has loaded the GPUs by itself, and "
+        "our best screening against it. Every method of every race, with "
         "intervals and joules: [docs/results.md](docs/results.md).\n"
     )
     return "\n".join([head, summary(found), "![latency over tokens](docs/latency.png)\n"])

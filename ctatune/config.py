@@ -145,8 +145,8 @@ class Baseline:
         algorithm, _, protocol = self.nccl.partition("/")
         if self.nccl and (algorithm not in NCCL_ALGORITHMS or protocol not in NCCL_PROTOCOLS):
             raise UsageError(f"nccl is an algorithm/protocol such as ring/ll, got {self.nccl!r}")
-        if self.graph and self.method not in ("single", "tp", "tp_twoshot"):
-            raise UsageError(f"graph belongs to single, tp and tp_twoshot, got {self.method}")
+        if self.graph and self.method not in ("single", "tp_twoshot"):
+            raise UsageError(f"graph belongs to single and tp_twoshot, got {self.method}")
 
     def canonical(self) -> str:
         """The baseline as JSON with sorted keys and no spaces, without fields that are default."""

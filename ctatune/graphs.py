@@ -40,7 +40,7 @@ class Graphed:
         gpus.sync()
 
     def _captured(self, which: int) -> dict[int, Any]:
-        """The graph of each GPU's part of a call; all streams capture at once, as NCCL asks."""
+        """The graph of each GPU's part of a call; all streams capture at once."""
         ended: dict[int, Any] = {}
         begun: list[int] = []
         try:

@@ -17,9 +17,6 @@ from ctatune.gpus import LINE_BYTES, Arena, Gpus
 from ctatune.problem import MAX_GPUS
 
 _BLOCKS, _THREADS = 64, 512  # 340 GB/s of peer traffic need 16 CTAs (DESIGN 4)
-# NCCL keeps these from its first communicator on. Captured buffers are not registered: NCCL would
-# forget them only after they are freed, and the small messages that graphs are for gain nothing.
-_ALWAYS = {"NCCL_NVLS_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0"}
 _SPELLED = {"ring": "Ring", "tree": "Tree", "ll": "LL", "ll128": "LL128", "simple": "Simple"}
 
 
@@ -30,7 +27,7 @@ class NcclAllReduce:
     """
 
     def __init__(self, gpus: Gpus, choice: str = "") -> None:
-        os.environ.update(_ALWAYS)
+        os.environ["NCCL_NVLS_ENABLE"] = "0"  # kept from the first communicator on
         from nccl.bindings import nccl
 
         self._nccl, self._gpus = nccl, gpus

@@ -241,18 +241,18 @@ def _fastest(latencies: Sequence[float | None]) -> float | None:
 
 
 def _order(problem: Problem, ranked: Sequence[Config], proposals: Proposals) -> Iterator[Config]:
-    default = space.default_config(problem)
-    if limits.why_invalid(default, problem) is None:
-        yield default
-    yield from _pipeline(ranked)
+    yield from _always(problem)
     yield from _diverse(ranked)
     yield from proposals
     yield from ranked  # where Optuna finds nothing new
 
 
-def _pipeline(ranked: Sequence[Config]) -> list[Config]:
-    """The best pure pipeline by estimate: the paper's own form always races."""
-    return [config for config in ranked if config.mix == 0.0][:1]
+def _always(problem: Problem) -> list[Config]:
+    """What races in every search: the default, and the paper's own form, a pure pipeline."""
+    defaults = [space.default_config(problem)]
+    if problem.gpus > 1:
+        defaults.append(space.default_pipeline(problem))
+    return [config for config in defaults if limits.why_invalid(config, problem) is None]
 
 
 def _diverse(ranked: Sequence[Config]) -> list[Config]:
@@ -265,13 +265,13 @@ def _diverse(ranked: Sequence[Config]) -> list[Config]:
 
 
 def _finalists(problem: Problem, ranked: Sequence[Config], known: Known) -> list[AnyConfig]:
-    """The best screened configs, and what always races: default, pure pipeline, baselines."""
+    """The best screened configs, and what always races: defaults and baselines."""
     screened = _by_latency(ranked, known)
     if not screened:
         return []
     limit_us = FINAL_MARGIN * screened[0][0]
     chosen = [config for us, config in screened[:FINALISTS] if us <= limit_us]
-    always = _by_latency([space.default_config(problem), *_pipeline(ranked)], known)
+    always = _by_latency(_always(problem), known)
     chosen += [config for _, config in always if config not in chosen]
     best_of_method: dict[str, AnyConfig] = {}
     for _, baseline in _by_latency(space.baselines(problem), known):

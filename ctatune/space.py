@@ -90,16 +90,33 @@ def default_config(problem: Problem) -> Config:
         rows = next(rows for rows in (16, 32, 64, 128) if m <= rows)
         columns = problem.h // problem.gpus
         wide = columns >= 64 * 128 and rows != 32  # half as many tiles, each in two parts, suffice
-        family = Family(rows, 128 if wide else 64, 2, split_k=2, direct=rows < 128 or not wide)
+        direct = rows < 128
+        family = Family(rows, 128 if wide else 64, 2 if wide or direct else 1, 2, False, direct)
         return family.config(stage_split=split)
+    pace_us = (8.0 if m >= 1024 else 4.0) if problem.gpus > 1 else 0.0
     if m <= 512:
         shared = pairs and m > 256
         family = Family(128, 128, 2, multicast=shared, split_k=1 if shared else 2)
-        return family.config(up_group=2, down_group=2, stage_split=split)
-    pace_us = 8.0 if problem.gpus > 1 and m >= 1024 else 0.0
-    group = 2 if m <= 1024 else 8
+        return family.config(up_group=2, down_group=2, stage_split=split, pace_us=pace_us)
+    group = 2 if m <= 1024 else 16
     family = Family(128, 256, 4, multicast=pairs)
     return family.config(up_group=group, down_group=group, stage_split=split, pace_us=pace_us)
+
+
+def default_pipeline(problem: Problem) -> Config:
+    """The pure pipeline to run when nothing is known: panels as small as full tiles allow."""
+    m, pairs = problem.m, -(-problem.m // 128) % 2 == 0
+    if m <= 256:
+        return replace(default_config(problem), mix=0.0)
+    family = Family(128, *((128, 2) if m <= 2048 else (256, 4)), multicast=pairs)
+    group = 2 if m <= 4096 else 4
+    return family.config(
+        up_group=group,
+        down_group=group,
+        stage_split=default_split(problem.gpus),
+        mix=0.0,
+        pace_us=4.0,
+    )
 
 
 def candidates(problem: Problem, *, sm_count: int = 132) -> Iterator[Config]:
@@ -151,11 +168,7 @@ def baselines(problem: Problem) -> list[Baseline]:
     ways = (False, True) if problem.m <= GRAPH_ROWS else (False,)
     found = [Baseline(method="single", graph=graph) for graph in ways]
     if problem.gpus > 1 and problem.output == "replicated":
-        found += [
-            Baseline(method="tp", nccl=nccl, graph=graph)
-            for nccl in _nccl_choices(problem)
-            for graph in ways
-        ]
+        found += [Baseline(method="tp", nccl=nccl) for nccl in _nccl_choices(problem)]
         found += [Baseline(method="tp_twoshot", graph=graph) for graph in ways]
         found += [Baseline(method="rowsplit")]
     if problem.gpus == 2 and problem.output == "replicated":

@@ -176,10 +176,10 @@ def test_a_control_is_paired_with_the_final_of_its_race_and_is_no_contestant():
 def test_people_see_the_best_variant_of_a_method_and_all_of_ours():
     other = replace(CTA, mix=0.5)
     slower = tuple(2 * us for us in DRIFT)
-    rows = [row(TP, slower), row(Baseline(method="tp", graph=True), DRIFT)]
+    rows = [row(TP, slower), row(Baseline(method="tp", nccl="ring/ll"), DRIFT)]
     rows += [row(CTA, DRIFT), row(other, slower)]
     assert [str(line.row.config) for line in race.shown(race.compare(rows))] == [
-        *("tp graph", str(CTA), str(other))
+        *("tp nccl ring/ll", str(CTA), str(other))
     ]
 
 
