@@ -3,17 +3,21 @@
 Run it after new measurements were shipped: `python benchmarks/readme.py`. A test compares.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ctatune import race
+from ctatune import accuracy, fit, race
 from ctatune.config import Config
 from ctatune.jit import kernel_hash
+from ctatune.machine_model import DEFAULT_PLATFORM, file_of
 from ctatune.problem import Problem
 from ctatune.seed import shipped, shipped_shapes
 from ctatune.stats import ratio_interval, verdict
 
 ROOT = Path(__file__).parent.parent
+ERRORS = "<!-- errors: written by benchmarks/readme.py -->\n"
+END_ERRORS = "<!-- end of errors -->"
 BEGIN, END = "<!-- results: written by benchmarks/readme.py -->\n", "<!-- end of results -->"
 ONE = ("tokens", "ours us", "cuBLAS us", "")
 SEVERAL = (
@@ -162,10 +166,19 @@ def details() -> str:
     return "\n".join([head, *tables])
 
 
+def errors() -> str:
+    """How wrong the shipped model is, as its file says."""
+    document = json.loads(file_of(DEFAULT_PLATFORM).read_text())
+    found = document["fit"]["held_out"].items()
+    return accuracy.table({name: fit.Accuracy(**values) for name, values in found})
+
+
 def spliced(readme: str) -> str:
-    """`readme` with fresh results."""
-    before, rest = readme.split(BEGIN)
-    return before + BEGIN + "\n" + results() + "\n" + END + rest.split(END)[1]
+    """`readme` with fresh results and errors."""
+    for begin, end, text in ((BEGIN, END, results()), (ERRORS, END_ERRORS, errors() + "\n")):
+        before, rest = readme.split(begin)
+        readme = before + begin + "\n" + text + "\n" + end + rest.split(end)[1]
+    return readme
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from ctatune import jit
 from ctatune.config import OWN_KERNEL, AnyConfig, Baseline
 from ctatune.errors import NoAnswer, UsageError
 from ctatune.limits import why_invalid
-from ctatune.machine_model import DEFAULT_PLATFORM, load
+from ctatune.machine_model import DEFAULT_PLATFORM, MachineModel, load
 from ctatune.problem import Output, Problem
 from ctatune.records import PROTOCOL, Phase, Platform, Prediction, Regime
 from ctatune.rows import PredictionRow, Row
@@ -284,7 +284,7 @@ def _computed(
     why: str,
 ) -> Choice:
     """The fastest config by the user's simulations, else by the estimate; never a failed one."""
-    from ctatune import computed, latency  # late: they import NumPy
+    from ctatune import computed  # late: it imports NumPy
 
     try:
         machine = load(wanted["platform"]).for_gpus(problem.gpus)
@@ -295,9 +295,11 @@ def _computed(
     simulated = computed.simulated(problem, machine, predictions, failed)
     found: tuple[AnyConfig, Prediction] | None
     found = simulated or computed.estimated(problem, machine, failed)
-    single = latency.single_us(problem, machine)
-    if problem.gpus == 1 and found and single.latency_us < found[1].latency_us:
-        found, simulated = (Baseline(method="single"), single), None
+    rivals = computed.rivals(problem, machine)
+    able = {b: p for b, p in rivals.items() if found and answers(b, problem.gpus)}
+    best = min(able, key=lambda b: able[b].latency_us, default=None)
+    if found and best and able[best].latency_us < found[1].latency_us:
+        found, simulated = (best, able[best]), None
     if found is None:
         reason = why_invalid(default_config(problem), problem, sm_count=machine.platform.sm_count)
         raise NoAnswer(f"no config can run {problem.shape}: {reason or 'each one failed'}")
@@ -310,10 +312,28 @@ def _computed(
         interval_us=prediction.interval_us,
         source="simulated" if simulated else "predicted",
         verified=False,
-        baselines={"single": single.latency_us},
-        note=f"{why}; computed by {prediction.model}, which knows no baseline but single"
-        + ("; one GPU alone is faster" if single.latency_us < prediction.latency_us else ""),
+        baselines={
+            baseline.method: rival.latency_us
+            for baseline, rival in sorted(rivals.items(), key=lambda pair: -pair[1].latency_us)
+        },
+        note="; ".join(filter(None, [why, *_doubts(problem, machine, prediction, rivals)])),
     )
+
+
+def _doubts(
+    problem: Problem,
+    machine: MachineModel,
+    prediction: Prediction,
+    rivals: dict[Baseline, Prediction],
+) -> list[str]:
+    """What a person should know of a computed latency."""
+    said = [f"computed by {prediction.model}, which knows no micro-batches"]
+    if not machine.covers(problem):
+        sizes = ", ".join(f"{name} {low} .. {high}" for name, low, high in machine.ranges)
+        said.append(f"outside of what it was fitted to ({sizes})")
+    if rivals[Baseline(method="single")].latency_us < prediction.latency_us:
+        said.append("one GPU alone is faster")
+    return said
 
 
 def _choice(problem: Problem, wanted: dict[str, Any], config: AnyConfig, **rest: Any) -> Choice:

@@ -226,6 +226,38 @@ def bench(
 
 
 @main.command()
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Write the fitted model to this file of `models/`, which must be there.",
+)
+@click.option(
+    "--plot",
+    "plot_path",
+    type=click.Path(path_type=Path),
+    help="Image of estimated over measured latency of the shapes that no fit saw.",
+)
+@_common_options
+def fit(
+    out: Path | None, plot_path: Path | None, db: Path | None, platform: str | None, as_json: bool
+) -> None:
+    """Fit the latency models to all races that are known, and say how wrong they are elsewhere."""
+    from ctatune import accuracy, race, refit
+
+    if plot_path:
+        race.check_plot(plot_path)
+    fitted = refit.refit(db, platform, out)
+    if plot_path:
+        accuracy.plot(fitted.held, fitted.machine, plot_path)
+    if as_json:
+        click.echo(json.dumps(fitted.document["fit"], indent=2))
+        return
+    click.echo(f"{fitted.about}\n")
+    click.echo(accuracy.table(fitted.held_out))
+    click.echo(accuracy.groups(fitted.held, fitted.machine))
+
+
+@main.command()
 @_common_options
 def export(db: Path | None, platform: str | None, as_json: bool) -> None:
     """Print every measurement as a JSON line, sorted: what `db/measurements` ships."""

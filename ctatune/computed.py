@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from ctatune import latency
-from ctatune.config import AnyConfig, Config
+from ctatune.baseline_latency import baseline_estimate, modelled
+from ctatune.config import AnyConfig, Baseline, Config
 from ctatune.limits import why_invalid
 from ctatune.machine_model import MachineModel
 from ctatune.problem import Problem
@@ -37,6 +38,11 @@ def estimated(
     """The fastest config by the first estimate, of all valid ones that did not fail."""
     config = next((c for c in rank(problem, machine) if c not in failed), None)
     return config and (config, latency.estimate(problem, config, machine))
+
+
+def rivals(problem: Problem, machine: MachineModel) -> dict[Baseline, Prediction]:
+    """The baselines that have a model, by the first estimate."""
+    return {b: baseline_estimate(problem, b, machine) for b in modelled(problem)}
 
 
 @lru_cache(maxsize=256)

@@ -15,12 +15,12 @@ from functools import cache
 
 from ctatune.config import Config
 from ctatune.limits import resident_ctas
-from ctatune.machine_model import MachineModel, Work, doubt, faded, pace_delay_us, prediction
+from ctatune.machine_model import MachineModel, Work, faded, pace_delay_us, prediction
 from ctatune.problem import Problem
 from ctatune.records import Prediction
 from ctatune.schedule import layer_columns
 
-ESTIMATE = "estimate-3"
+ESTIMATE = "estimate-4"
 _MAX_PANELS = 8  # looked at; of more, an even selection with the first and the last one
 _BURST = 0.5  # part of the last wave's outgoing burst that the spread of its tiles does not hide
 
@@ -48,19 +48,8 @@ def estimate(problem: Problem, config: Config, machine: MachineModel) -> Predict
     panels = _looked_at(problem, config)
     end_us = max(_end_us(gpu, gpus, panels, machine) for gpu in gpus)
     latency_us = machine.launch_us + end_us + _tail_us(problem, gpus, machine)
-    return prediction(latency_us, doubt(problem, machine.estimate_log_sigma), ESTIMATE)
-
-
-def single_us(problem: Problem, machine: MachineModel) -> Prediction:
-    """Latency of both layers with cuBLAS on one GPU, whatever `problem.gpus` says."""
-    clock = machine.clock(problem.flops / machine.cublas_tflops * 1e-6)
-    total_us = 0.0
-    for layer in problem.layers:
-        compute_us = 2.0 * problem.m * layer.inputs * layer.outputs / machine.cublas_tflops * 1e-6
-        elements = layer.inputs * layer.outputs + problem.m * (layer.inputs + layer.outputs)
-        hbm_us = 2.0 * elements / machine.hbm_gbps * 1e-3
-        total_us += machine.both_us(compute_us / clock, hbm_us) + machine.cublas_launch_us
-    return prediction(total_us, machine.estimate_log_sigma, ESTIMATE)
+    latency_us *= machine.factor(config)
+    return prediction(latency_us, machine.doubt(problem, machine.estimate_log_sigma), ESTIMATE)
 
 
 def roofline_us(problem: Problem, machine: MachineModel, gpus: int) -> float:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from ctatune.config import Tile
+from ctatune.config import AnyConfig, Baseline, Tile
 from ctatune.errors import UsageError
 from ctatune.limits import TILE_K
 from ctatune.problem import BF16_BYTES, Problem
@@ -16,13 +17,13 @@ from ctatune.records import Platform, Prediction
 from ctatune.rooms import room
 
 DEFAULT_PLATFORM = "nvidia-h200-nv18"
-FEW_TOKENS = 1024
 L2_SHARE = 0.5  # of L2 that one operand can count on while the other streams through
 _Z90 = 1.645  # two-sided 90 % of a normal distribution
 # A burst of peer stores cost the next four tiles 19, 14, 6 and 2 us, as CTAs drift apart; stored at
 # a pace that just fills the time of the burst, 3 and 1 us (4096x8192x8192, 2026-11-30).
 _BURST_FADE = 0.55  # of the loss from one tile of a CTA to its next
 _PACED_PART = 0.1  # of the loss that pacing leaves
+_OUTSIDE = 3.0  # times the log error to expect where nothing near was measured
 _MAY_BE_ZERO = {"burst_loss", "droop_fraction", "wave_softness", "flag_us", "launch_us", "tile_us"}
 
 
@@ -92,11 +93,17 @@ class MachineModel:
     droop_us: float
     wave_softness: float
     overlap_power: float
+    nccl_us: float
+    nccl_gbps: float
+    two_shot_us: float
+    two_shot_gbps: float
     estimate_log_sigma: float
     simulator_log_sigma: float
+    offsets: tuple[tuple[str, float], ...] = ()  # log of what a family takes more than modelled
+    ranges: tuple[tuple[str, int, int], ...] = ()  # sizes of a problem that were measured
 
     def __post_init__(self) -> None:
-        for item in fields(self)[1:]:
+        for item in rates():
             value = getattr(self, item.name)
             allowed = value > 0 or (item.name in _MAY_BE_ZERO and value == 0)
             if not (allowed and math.isfinite(value)):
@@ -110,6 +117,18 @@ class MachineModel:
         if gpus <= self.platform.gpus:
             return self
         return replace(self, platform=replace(self.platform, gpus=gpus))
+
+    def factor(self, config: AnyConfig) -> float:
+        """What a config takes, to what rates alone would make of it: the offset of its family."""
+        return math.exp(dict(self.offsets).get(family(config), 0.0))
+
+    def covers(self, problem: Problem) -> bool:
+        """Whether the sizes of a problem lie between those that were measured."""
+        return all(low <= getattr(problem, name) <= high for name, low, high in self.ranges)
+
+    def doubt(self, problem: Problem, log_sigma: float) -> float:
+        """The log error to expect: more outside of what was measured."""
+        return log_sigma * (1.0 if self.covers(problem) else _OUTSIDE)
 
     def clock(self, busy_us: float) -> float:
         """Part of the full clock that is left in a call with so much tensor time."""
@@ -219,26 +238,55 @@ def load(name: str | None = None) -> MachineModel:
     return known[name]
 
 
+def file_of(name: str) -> Path:
+    """The file of the model of a platform that has one."""
+    return _files()[name]
+
+
 @cache
 def _shipped() -> dict[str, MachineModel]:
-    models = (_read(path) for path in sorted(room("models").glob("*.json")))
-    return {model.platform.name: model for model in models}
+    return {name: _read(path) for name, path in _files().items()}
+
+
+@cache
+def _files() -> dict[str, Path]:
+    return {_read(path).platform.name: path for path in sorted(room("models").glob("*.json"))}
 
 
 def _read(path: Path) -> MachineModel:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        values = {key: float(entry["value"]) for key, entry in data["parameters"].items()}
-        return MachineModel(platform=Platform(**data["platform"]), **values)
+        return model_of(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UsageError(f"{path} is not a machine model: {error}") from error
 
 
-def doubt(problem: Problem, log_sigma: float) -> float:
-    """The log error to expect: three times as much for few tokens on several GPUs, where nothing
-    was measured with the kernel of today (a screening of an earlier form was 27 % slower).
+def model_of(document: dict[str, Any]) -> MachineModel:
+    """The model that a file of `models/` describes.
+
+    Raises: ValueError, TypeError, KeyError or AttributeError when it describes none.
     """
-    return 3 * log_sigma if problem.gpus > 1 and problem.m < FEW_TOKENS else log_sigma
+    values = {key: float(entry["value"]) for key, entry in document["parameters"].items()}
+    return MachineModel(
+        platform=Platform(**document["platform"]),
+        offsets=tuple((name, float(log)) for name, log in document["offsets"].items()),
+        ranges=tuple(
+            (name, int(low), int(high)) for name, (low, high) in document["ranges"].items()
+        ),
+        **values,
+    )
+
+
+def family(config: AnyConfig) -> str:
+    """What shares an offset: the tile of `up` and how operands come and results go; a method."""
+    if isinstance(config, Baseline):
+        return config.method
+    kind = " multicast" * config.multicast + " direct" * config.direct
+    return f"{config.up.m}x{config.up.n}/k{config.up.split_k}{kind}"
+
+
+def rates() -> tuple[Field[Any], ...]:
+    """The fields of a machine model that are numbers of the machine."""
+    return tuple(item for item in fields(MachineModel) if item.type == "float")
 
 
 def prediction(latency_us: float, log_sigma: float, model: str) -> Prediction:

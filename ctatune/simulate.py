@@ -15,12 +15,12 @@ from ctatune.config import Config
 from ctatune.errors import ScheduleError
 from ctatune.latency import gpu_parts
 from ctatune.limits import TILE_K
-from ctatune.machine_model import MachineModel, doubt, faded, pace_delay_us, prediction
+from ctatune.machine_model import MachineModel, faded, pace_delay_us, prediction
 from ctatune.problem import BF16_BYTES, Problem
 from ctatune.records import Prediction
 from ctatune.schedule import DOWN, NOTHING, UP, Schedule, build
 
-SIMULATOR = "simulator-3"
+SIMULATOR = "simulator-4"
 
 
 class TileSpan(NamedTuple):
@@ -45,8 +45,8 @@ class Timeline:
 
 def simulate(problem: Problem, config: Config, machine: MachineModel) -> Prediction:
     """Latency of a valid CTA-pipelined config on `problem.gpus` GPUs like those of the machine."""
-    timeline = run(build(problem, config), machine)
-    return prediction(timeline.total_us, doubt(problem, machine.simulator_log_sigma), SIMULATOR)
+    total_us = run(build(problem, config), machine).total_us * machine.factor(config)
+    return prediction(total_us, machine.doubt(problem, machine.simulator_log_sigma), SIMULATOR)
 
 
 def run(schedule: Schedule, machine: MachineModel) -> Timeline:

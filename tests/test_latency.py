@@ -5,18 +5,20 @@ import time
 from dataclasses import replace
 
 import pytest
+from fakes import design_machine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctatune.config import Config, Tile
-from ctatune.latency import estimate, roofline_us, single_us
+from ctatune.baseline_latency import baseline_estimate
+from ctatune.config import Baseline, Config, Tile
+from ctatune.latency import estimate, roofline_us
 from ctatune.limits import default_split
-from ctatune.machine_model import load
 from ctatune.problem import OUTPUTS, Output, Problem
 from ctatune.simulate import simulate
 from ctatune.space import FAMILIES
 
-MACHINE = load()
+MACHINE = design_machine()
+ONE = Baseline(method="single")
 # What each row of DESIGN 4 is taken to have run: for few tokens narrow tiles, which `space` lacks.
 TILES = {1: (64, 32), 16: (64, 32), 64: (64, 32), 128: (64, 64), 256: (64, 128), 512: (128, 128)}
 SHARDED = dict(
@@ -76,7 +78,9 @@ def test_wide_hidden_layer_is_near_the_design(predict, m: int, measured_us: floa
 
 @pytest.mark.parametrize(("m", "measured_us"), SINGLE.items())
 def test_single_is_near_the_design(m: int, measured_us: float) -> None:
-    assert single_us(square(m), MACHINE).latency_us == pytest.approx(measured_us, rel=0.1)
+    assert baseline_estimate(square(m), ONE, MACHINE).latency_us == pytest.approx(
+        measured_us, rel=0.1
+    )
 
 
 @st.composite
@@ -116,7 +120,7 @@ def test_estimate_is_above_the_roofline(case: tuple[Problem, Config]) -> None:
     assert predicted.latency_us > roofline_us(problem, MACHINE, problem.gpus)
     low_us, high_us = predicted.interval_us
     assert low_us < predicted.latency_us < high_us
-    assert single_us(problem, MACHINE).latency_us > roofline_us(problem, MACHINE, 1)
+    assert baseline_estimate(problem, ONE, MACHINE).latency_us > roofline_us(problem, MACHINE, 1)
 
 
 @settings(max_examples=60, deadline=None)

@@ -10,6 +10,7 @@ import pytest
 from fakes import FakeBench
 
 from ctatune import space
+from ctatune.baseline_latency import modelled
 from ctatune.choice import choose
 from ctatune.config import Baseline
 from ctatune.jit import kernel_hash
@@ -200,8 +201,8 @@ def test_the_simulator_stores_predictions_only(tmp_path, caplog):
         judge = Simulated(PROBLEM, store, run_of(store), MACHINE)
         assert search(PROBLEM, judge, MACHINE, lambda _: None, trials=8) == 8
         assert store.measurements() == []
-        assert len(store.predictions(PROBLEM)) == 9
-        assert [m.count("baselines are not simulated") for m in caplog.messages] == [1]
+        assert len(store.predictions(PROBLEM)) == 8 + len(modelled(PROBLEM))
+        assert [m.count("no model of it") for m in caplog.messages] == [1]
         assert search(PROBLEM, judge, MACHINE, lambda _: None, trials=8) == 0
 
 

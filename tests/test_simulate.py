@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fakes import design_machine
 from hypothesis import given, settings
 from test_latency import cases
 
@@ -15,12 +16,12 @@ from ctatune.config import Config, Tile
 from ctatune.errors import ScheduleError
 from ctatune.latency import gpu_parts, roofline_us
 from ctatune.limits import default_split, resident_ctas
-from ctatune.machine_model import MachineModel, load
+from ctatune.machine_model import MachineModel
 from ctatune.problem import Output, Problem
 from ctatune.schedule import DOWN, NOTHING, UP, Schedule, build
 from ctatune.simulate import TileSpan, Timeline, run, simulate
 
-MACHINE = load()
+MACHINE = design_machine()
 
 
 def round_machine() -> MachineModel:

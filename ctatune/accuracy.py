@@ -1,0 +1,154 @@
+"""How far the models can be trusted: errors on shapes that no fit saw, beside simpler opponents."""
+
+# The extra is not installed where the code is checked.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ctatune import race
+from ctatune.config import Config
+from ctatune.fit import Accuracy, Point, accuracy, estimated, log_errors, ours, simulated
+from ctatune.latency import roofline_us
+from ctatune.machine_model import MachineModel, family
+
+HEAD = ("model", "points", "MAPE", "90 % under", "worst", "in its interval")
+GROUPS: dict[str, Callable[[Point], str]] = {
+    "method": lambda p: p.config.method,
+    "GPUs": lambda p: str(p.problem.gpus),
+    "tokens": lambda p: "under 512" if p.problem.m < 512 else "512 and more",
+    "mix": lambda p: f"{p.config.mix:g}" if isinstance(p.config, Config) else "",
+    "family": lambda p: family(p.config) if isinstance(p.config, Config) else "",
+}
+
+
+def fingerprint(some: Iterable[Point]) -> str:
+    """SHA-256 of the points: a fit of other data has another one."""
+    lines = (f"{p.problem} {p.config.canonical()} {p.latency_us!r}" for p in some)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def held_out(
+    train: Sequence[Point], held: Sequence[Point], machine: MachineModel
+) -> dict[str, Accuracy]:
+    """Errors on shapes that no fit saw, of both models and of their opponents."""
+    found = {
+        "estimate": accuracy(held, machine, estimated),
+        "simulator": accuracy(ours(held), machine, simulated),
+        "roofline": _plain(_roofline_errors(train, held, machine)),
+    }
+    if importlib.util.find_spec("sklearn"):
+        found["gradient boosting"] = _plain(_boosting_errors(train, held, machine))
+    return found
+
+
+def document(found: dict[str, Accuracy]) -> dict[str, dict[str, float]]:
+    """Plain values, rounded, for a model file."""
+    return {
+        name: {k: round(v, 4) for k, v in asdict(errors).items() if v is not None}
+        for name, errors in found.items()
+    }
+
+
+def table(found: dict[str, Accuracy]) -> str:
+    """A line for each model, as Markdown."""
+    return race.table(HEAD, *(_cells(name, value) for name, value in found.items()))
+
+
+def groups(held: Sequence[Point], machine: MachineModel) -> str:
+    """Errors of the estimate by what the held-out points are, as Markdown."""
+    rows = []
+    for title, group_of in GROUPS.items():
+        for name in sorted({group_of(point) for point in held} - {""}):
+            some = [point for point in held if group_of(point) == name]
+            rows.append(_cells(f"{title} {name}", accuracy(some, machine, estimated)))
+    return "\n" + race.table(("estimate by", *HEAD[1:]), *rows)
+
+
+def plot(held: Sequence[Point], machine: MachineModel, path: Path) -> None:
+    """Estimated over measured latency of held-out points, as an image; see `race.check_plot`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for method in sorted({point.config.method for point in held}):
+        some = [point for point in held if point.config.method == method]
+        ratios = np.exp(log_errors(some, machine, estimated))
+        axes.plot([point.latency_us for point in some], ratios, "o", label=method)
+    axes.axhline(1.0, color="grey", linewidth=1)
+    axes.set_xscale("log")
+    axes.set(xlabel="measured us", ylabel="estimate / measured", title="shapes that no fit saw")
+    axes.legend()
+    figure.savefig(path)
+
+
+def _cells(name: str, value: Accuracy) -> tuple[str, ...]:
+    inside = "" if value.inside is None else f"{value.inside:.0%}"
+    shares = (f"{share:.1%}" for share in (value.mape, value.p90, value.worst))
+    return (name, str(value.points), *shares, inside)
+
+
+def _plain(log_errors: NDArray[np.float64]) -> Accuracy:
+    """Of a model without intervals."""
+    errors = np.abs(np.exp(log_errors) - 1.0)
+    return Accuracy(
+        points=len(errors),
+        mape=float(errors.mean()),
+        p90=float(np.quantile(errors, 0.9)),
+        worst=float(errors.max()),
+    )
+
+
+def _over_roofline(point: Point, machine: MachineModel) -> float:
+    """Log of measured latency over the roofline of the GPUs that a method uses."""
+    gpus = 1 if point.config.method == "single" else point.problem.gpus
+    return math.log(point.latency_us / roofline_us(point.problem, machine, gpus))
+
+
+def _roofline_errors(
+    train: Sequence[Point], held: Sequence[Point], machine: MachineModel
+) -> NDArray[np.float64]:
+    """The roofline times one efficiency, the median of what was measured."""
+    efficiency = np.median([_over_roofline(point, machine) for point in train])
+    return np.array([efficiency - _over_roofline(point, machine) for point in held])
+
+
+def _boosting_errors(
+    train: Sequence[Point], held: Sequence[Point], machine: MachineModel
+) -> NDArray[np.float64]:
+    """Gradient boosting over sizes and choices, for the same ratio to the roofline."""
+    from sklearn.ensemble import GradientBoostingRegressor
+
+    model = GradientBoostingRegressor(random_state=0)
+    model.fit([_features(p) for p in train], [_over_roofline(p, machine) for p in train])
+    predicted = model.predict([_features(p) for p in held])
+    return predicted - np.array([_over_roofline(p, machine) for p in held])
+
+
+def _features(point: Point) -> list[float]:
+    problem, config = point.problem, point.config
+    sizes = [math.log(size) for size in (problem.m, problem.k, problem.h, problem.n)]
+    method = ("cta", "single", "tp", "tp_twoshot").index(config.method)
+    choices: list[Any] = [0] * 9
+    if isinstance(config, Config):
+        up = config.up
+        tile = (up.m, up.n, up.split_k, up.group_m)
+        choices = [
+            *tile,
+            config.stages,
+            config.mix,
+            config.pace_us,
+            config.multicast,
+            config.direct,
+        ]
+    return [*sizes, problem.gpus, method, *map(float, choices)]

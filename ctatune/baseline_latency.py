@@ -1,0 +1,59 @@
+"""What baselines take, by a model: products from rates, an all-reduce from latency and bandwidth.
+
+Micro-batches and `rowsplit` have no model: the first never wins, the second may not answer.
+"""
+
+from __future__ import annotations
+
+from ctatune.config import Baseline, BaselineMethod
+from ctatune.latency import ESTIMATE
+from ctatune.machine_model import MachineModel, prediction
+from ctatune.problem import BF16_BYTES, Problem
+from ctatune.records import Prediction
+
+TENSOR_PARALLEL: tuple[BaselineMethod, ...] = ("tp", "tp_twoshot")
+_Sizes = tuple[int, int, int]  # m, outputs, inputs
+
+
+def modelled(problem: Problem) -> list[Baseline]:
+    """The baselines of a problem that have a model, each in its fastest variant."""
+    several = problem.gpus > 1 and problem.output == "replicated"
+    return [Baseline(method="single"), *(Baseline(method=m) for m in TENSOR_PARALLEL if several)]
+
+
+def baseline_estimate(problem: Problem, baseline: Baseline, machine: MachineModel) -> Prediction:
+    """Latency of one of `modelled`; `single` is of one GPU, whatever `problem.gpus` says.
+
+    Sustained clocks, cold weights, floor subtracted.
+    """
+    method = baseline.method
+    parts = 1 if method == "single" else problem.gpus
+    width = -(-problem.h // parts)
+    total_us = _products_us(
+        (problem.m, width, problem.k), (problem.m, problem.n, width), machine=machine
+    )
+    if method != "single":
+        total_us += _all_reduce_us(problem, method, machine)
+    total_us *= machine.factor(baseline)
+    return prediction(total_us, machine.doubt(problem, machine.estimate_log_sigma), ESTIMATE)
+
+
+def _products_us(*products: _Sizes, machine: MachineModel) -> float:
+    """Products by cuBLAS on one GPU, one after the other."""
+    rate = machine.cublas_tflops * 1e6
+    compute_us = [2.0 * m * outputs * inputs / rate for m, outputs, inputs in products]
+    clock = machine.clock(sum(compute_us))
+    total_us = 0.0
+    for us, (m, outputs, inputs) in zip(compute_us, products, strict=True):
+        elements = outputs * inputs + m * (outputs + inputs)
+        hbm_us = BF16_BYTES * elements / machine.hbm_gbps * 1e-3
+        total_us += machine.both_us(us / clock, hbm_us) + machine.cublas_launch_us
+    return total_us
+
+
+def _all_reduce_us(problem: Problem, method: str, machine: MachineModel) -> float:
+    """A latency, and each GPU's part of the traffic: twice all but its own share of Y2."""
+    sent_bytes = 2.0 * (1.0 - 1.0 / problem.gpus) * problem.m * problem.n * BF16_BYTES
+    if method == "tp":
+        return machine.nccl_us + sent_bytes / machine.nccl_gbps * 1e-3
+    return machine.two_shot_us + sent_bytes / machine.two_shot_gbps * 1e-3
