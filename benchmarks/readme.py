@@ -169,8 +169,13 @@ def details() -> str:
 def errors() -> str:
     """How wrong the shipped model is, as its file says."""
     document = json.loads(file_of(DEFAULT_PLATFORM).read_text())
-    found = document["fit"]["held_out"].items()
-    return accuracy.table({name: fit.Accuracy(**values) for name, values in found})
+    about = document["fit"]
+    found = about["held_out"].items()
+    text = (
+        f"{about['points']} configs of {about['shapes']} shapes were fitted; errors on those of "
+        f"{len(about['held_out_shapes'])} others ({', '.join(about['held_out_shapes'])}):\n\n"
+    )
+    return text + accuracy.table({name: fit.Accuracy(**values) for name, values in found})
 
 
 def spliced(readme: str) -> str:

@@ -5,8 +5,8 @@ Micro-batches and `rowsplit` have no model: the first never wins, the second may
 
 from __future__ import annotations
 
-from ctatune.config import Baseline, BaselineMethod
-from ctatune.latency import ESTIMATE
+from ctatune.config import AnyConfig, Baseline, BaselineMethod, Config
+from ctatune.latency import ESTIMATE, estimate
 from ctatune.machine_model import MachineModel, prediction
 from ctatune.problem import BF16_BYTES, Problem
 from ctatune.records import Prediction
@@ -36,6 +36,13 @@ def baseline_estimate(problem: Problem, baseline: Baseline, machine: MachineMode
         total_us += _all_reduce_us(problem, method, machine)
     total_us *= machine.factor(baseline)
     return prediction(total_us, machine.doubt(problem, machine.estimate_log_sigma), ESTIMATE)
+
+
+def estimated(problem: Problem, config: AnyConfig, machine: MachineModel) -> Prediction:
+    """The first estimate of one of ours, or of one of `modelled`."""
+    if isinstance(config, Config):
+        return estimate(problem, config, machine)
+    return baseline_estimate(problem, config, machine)
 
 
 def _products_us(*products: _Sizes, machine: MachineModel) -> float:

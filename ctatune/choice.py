@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from ctatune import jit
-from ctatune.config import OWN_KERNEL, AnyConfig, Baseline
+from ctatune.config import AnyConfig, Baseline
 from ctatune.errors import NoAnswer, UsageError
+from ctatune.known import alike, differences, platform_of, read, shipped_of_weights, wanted_of
 from ctatune.limits import why_invalid
-from ctatune.machine_model import DEFAULT_PLATFORM, MachineModel, load
+from ctatune.machine_model import MachineModel, load
 from ctatune.problem import Output, Problem
-from ctatune.records import PROTOCOL, Phase, Platform, Prediction, Regime
+from ctatune.records import Phase, Prediction
 from ctatune.rows import PredictionRow, Row
 from ctatune.seed import shipped
 from ctatune.space import answers, candidates, default_config
-from ctatune.store import Store, default_path
+from ctatune.store import default_path
 
-Source = Literal["measured", "simulated", "predicted"]
+Source = Literal["measured", "neighbour", "simulated", "predicted"]
 
-PLATFORM_COLUMNS = ("link", "sm_count", "power_limit_w", "driver", "cuda")  # move a latency too
 # Our kernel first: its result is bit for bit that of one GPU, and a call is one launch a GPU.
 TIE_ORDER = ("cta", "tp", "tp_twoshot", "microbatch", "microbatch_cta", "single")
 
@@ -56,15 +54,6 @@ class Choice:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Known:
-    """What the user's database holds about a shape, whatever the rest of its identity."""
-
-    rows: tuple[Row, ...] = ()
-    predictions: tuple[PredictionRow, ...] = ()
-    platforms: tuple[str, ...] = ()
-
-
 def choose(problem: Problem, db: Path | None, platform: str | None) -> Choice:
     """The fastest config known for a problem: measured, else simulated, else estimated.
 
@@ -73,85 +62,20 @@ def choose(problem: Problem, db: Path | None, platform: str | None) -> Choice:
 
     Raises: NoAnswer; StoreError for a damaged database.
     """
-    user = _read(db or default_path(), problem)
-    wanted = _wanted(problem, _platform(user, platform))
-    ours, theirs = _same(user.rows, wanted), _same(shipped(problem.shape), wanted)
+    user = read(db or default_path(), problem)
+    wanted = wanted_of(problem, platform_of(user, platform))
+    ours, theirs = alike(user.rows_of(problem), wanted), alike(shipped(problem.shape), wanted)
     failed = _failed([*ours, *theirs])
     no_kernel = _why_no_kernel(problem, [*ours, *theirs], failed)
     for phase in ("final", "screen"):
         for same, note in ((ours, ""), (theirs, "from the shipped measurements")):
             if choice := _measured(problem, wanted, same, failed, no_kernel, phase, note):
                 return choice
-    why = _why_not_measured(wanted, (*user.rows, *shipped(problem.shape)))
+    why = _why_not_measured(wanted, (*user.rows_of(problem), *shipped(problem.shape)))
+    others = alike([*shipped_of_weights(problem), *user.rows], wanted)
+    if not user.predictions and (choice := _neighbour(problem, wanted, others, failed, why)):
+        return choice
     return _computed(problem, wanted, user.predictions, failed, why)
-
-
-class Stored(NamedTuple):
-    """The rows that could answer for a problem, and how many are of an older kernel or protocol."""
-
-    rows: list[Row]
-    outdated: int
-
-
-def stored_rows(problem: Problem, db: Path | None, platform: str | None) -> Stored:
-    """What is known of a problem: shipped rows, then the user's."""
-    user = _read(db or default_path(), problem)
-    wanted = _wanted(problem, _platform(user, platform))
-    rows = (*shipped(problem.shape), *user.rows)
-    same = _same(rows, wanted)
-    versions = ("kernel_hash", "protocol")
-    timeless = {name: value for name, value in wanted.items() if name not in versions}
-    return Stored(same, len(_same(rows, timeless)) - len(same))
-
-
-def _platform(user: _Known, name: str | None) -> dict[str, Any]:
-    """The platform asked for, as it was when the user last measured on it, or as it is shipped."""
-    usual = user.platforms[0] if len(user.platforms) == 1 else DEFAULT_PLATFORM
-    name = name or usual
-    rows = [row for row in user.rows if row.platform.name == name]
-    with suppress(UsageError):  # one that is neither measured nor shipped: the name will differ
-        newest = max(rows, key=lambda row: row.age, default=None)
-        return _identity(newest.platform if newest else load(name).platform)
-    return {"platform": name}
-
-
-def _identity(platform: Platform) -> dict[str, Any]:
-    return {"platform": platform.name} | {c: getattr(platform, c) for c in PLATFORM_COLUMNS}
-
-
-def _read(path: Path, problem: Problem) -> _Known:
-    with suppress(PermissionError):  # the store says it better
-        if not path.exists():
-            return _Known()
-    sizes: dict[str, Any] = {name: getattr(problem, name) for name in "mkhn"}
-    with Store.open(path, read_only=True) as store:
-        return _Known(
-            rows=tuple(store.measurements(**sizes)),
-            predictions=tuple(store.predictions(problem)),
-            platforms=tuple(store.platforms()),
-        )
-
-
-def _wanted(problem: Problem, platform: dict[str, Any]) -> dict[str, Any]:
-    """What must be equal in a row that answers for the problem, by the name of the column."""
-    asked = {name: getattr(problem, name) for name in ("gpus", "dtype", "activation", "output")}
-    now = {"regime": str(Regime()), "protocol": PROTOCOL, "kernel_hash": jit.kernel_hash()}
-    return platform | asked | now
-
-
-def _differences(row: Row, wanted: dict[str, Any]) -> list[str]:
-    have = _wanted(row.problem, _identity(row.platform))
-    have |= {"regime": str(row.measurement.regime), "protocol": row.protocol}
-    built = row.kernel_hash or row.measurement.outcome == "ok"  # else a failure of any version
-    if row.config.method in OWN_KERNEL and built:
-        have["kernel_hash"] = row.kernel_hash
-    unequal = [name for name in wanted if have[name] != wanted[name]]
-    return [f"{name} differs (row {have[name]}, now {wanted[name]})" for name in unequal]
-
-
-def _same(rows: Sequence[Row], wanted: dict[str, Any]) -> list[Row]:
-    """The rows of the identity that is wanted."""
-    return [row for row in rows if not _differences(row, wanted)]
 
 
 def _failed(same: Sequence[Row]) -> set[AnyConfig]:
@@ -266,14 +190,44 @@ def _why_not_measured(wanted: dict[str, Any], rows: Sequence[Row]) -> str:
         return "only second runs (A/A controls) of our kernel are measured"
     if not ours:
         return "only baselines are measured" if rows else "this shape is not measured"
-    nearest = min(ours, key=lambda row: (len(_differences(row, wanted)), not _may_serve(row)))
-    if differences := _differences(nearest, wanted):
-        return f"measured rows exist but {' and '.join(differences)}"
+    nearest = min(ours, key=lambda row: (len(differences(row, wanted)), not _may_serve(row)))
+    if unequal := differences(nearest, wanted):
+        return f"measured rows exist but {' and '.join(unequal)}"
     if _may_serve(nearest):
         return "measured rows exist but their config failed in another trial"
     outcome = nearest.measurement.outcome
     fault = "not verified or not timed" if outcome == "ok" else f"their outcome is {outcome}"
     return f"measured rows exist but {fault}"
+
+
+def _neighbour(
+    problem: Problem,
+    wanted: dict[str, Any],
+    rows: Sequence[Row],
+    failed: set[AnyConfig],
+    why: str,
+) -> Choice | None:
+    """What the nearest measured numbers of tokens say, where there are any."""
+    from ctatune import neighbours  # late: it imports NumPy
+
+    try:
+        machine = load(wanted["platform"])
+    except UsageError:
+        return None
+    found = neighbours.decide(problem, rows, machine, failed)
+    if found is None:
+        return None
+    return _choice(
+        problem,
+        wanted,
+        found.config,
+        latency_us=found.prediction.latency_us,
+        interval_us=found.prediction.interval_us,
+        source="neighbour",
+        verified=False,
+        baselines=found.baselines,
+        note=f"{why}; the estimate, corrected by the races of {found.tokens} tokens",
+    )
 
 
 def _computed(

@@ -185,7 +185,7 @@ def bench(
 ) -> None:
     """Race the best configs against every baseline, interleaved, and show the table."""
     from ctatune import race, session
-    from ctatune.choice import stored_rows
+    from ctatune.known import stored_rows
     from ctatune.progress import Progress
 
     named = [shape for preset in presets for shape in PRESETS[preset]]

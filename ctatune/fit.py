@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from ctatune.baseline_latency import baseline_estimate, modelled
+from ctatune import baseline_latency
+from ctatune.baseline_latency import modelled
 from ctatune.config import AnyConfig, Baseline, Config
 from ctatune.errors import UsageError
 from ctatune.jit import kernel_hash
-from ctatune.latency import estimate
 from ctatune.machine_model import MachineModel, family
 from ctatune.problem import Problem
 from ctatune.records import PROTOCOL, Prediction
@@ -94,9 +94,7 @@ def _digit(text: str, place: int) -> int:
 
 def estimated(point: Point, machine: MachineModel) -> Prediction:
     """The first estimate of a point."""
-    if isinstance(point.config, Config):
-        return estimate(point.problem, point.config, machine)
-    return baseline_estimate(point.problem, point.config, machine)
+    return baseline_latency.estimated(point.problem, point.config, machine)
 
 
 def simulated(point: Point, machine: MachineModel) -> Prediction:

@@ -17,7 +17,7 @@ from test_seed import BUILD, CONFIG, GOOD, PROBLEM, PROOF, begin
 
 import ctatune.choice
 import ctatune.seed
-from ctatune import jit, latency, limits, machine_model, space
+from ctatune import jit, known, latency, limits, machine_model, space
 from ctatune.baseline_latency import baseline_estimate, modelled
 from ctatune.choice import Choice
 from ctatune.config import AnyConfig, Baseline, parse_config
@@ -195,7 +195,7 @@ def test_a_race_without_this_kernel_is_no_answer(db):
     assert (choice.method, choice.source) == ("cta", "predicted")
     assert f"kernel_hash differs (row 0ld, now {jit.kernel_hash()})" in choice.note
     assert "do not pipeline" not in choice.note
-    found = ctatune.choice.stored_rows(PROBLEM, db, None)
+    found = known.stored_rows(PROBLEM, db, None)
     assert ([row.config for row in found.rows], found.outdated) == ([tp[0]], 1)
     run(db, (CONFIG, measured(100.0)), (OTHER, measured(110.0)))
     assert (best().config, best().note) == (CONFIG, "screened, not raced")
@@ -297,14 +297,14 @@ def test_what_else_moves_a_latency_is_part_of_the_platform(db, column, value):
     run(db, (OTHER, measured(70.0)), problem=replace(PROBLEM, output="last"))
     with Store.open(db) as store:
         rows = store.measurements()
-    wanted = ctatune.choice._wanted(PROBLEM, ctatune.choice._identity(HERE))
+    wanted = known.wanted_of(PROBLEM, known.identity(HERE))
     named = f"{column} differs (row {value}, now {getattr(HERE, column)})"
-    assert ctatune.choice._differences(rows[0], wanted) == [named]
+    assert known.differences(rows[0], wanted) == [named]
 
 
 def test_a_row_of_another_protocol_or_shape_is_a_miss(db, monkeypatch):
     run(db, (CONFIG, measured()))
-    monkeypatch.setattr(ctatune.choice, "PROTOCOL", 3)
+    monkeypatch.setattr(known, "PROTOCOL", 3)
     assert "protocol differs (row 2, now 3)" in best().note
     assert best("513x1024x2048").note.startswith("this shape is not measured")
 

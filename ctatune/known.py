@@ -1,0 +1,109 @@
+"""What is known of a problem: the rows of the user and of the wheel that have its identity."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ctatune import jit
+from ctatune.config import OWN_KERNEL
+from ctatune.errors import UsageError
+from ctatune.machine_model import DEFAULT_PLATFORM, load
+from ctatune.problem import Problem
+from ctatune.records import PROTOCOL, Platform, Regime
+from ctatune.rows import PredictionRow, Row
+from ctatune.seed import shipped, shipped_shapes
+from ctatune.store import Store, default_path
+
+PLATFORM_COLUMNS = ("link", "sm_count", "power_limit_w", "driver", "cuda")  # move a latency too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What the user's database holds about weights, whatever the rest of their identity."""
+
+    rows: tuple[Row, ...] = ()  # of the same weights and any number of tokens
+    predictions: tuple[PredictionRow, ...] = ()
+    platforms: tuple[str, ...] = ()
+
+    def rows_of(self, problem: Problem) -> tuple[Row, ...]:
+        """The rows of as many tokens."""
+        return tuple(row for row in self.rows if row.problem.m == problem.m)
+
+
+class Stored(NamedTuple):
+    """The rows that could answer for a problem, and how many are of an older kernel or protocol."""
+
+    rows: list[Row]
+    outdated: int
+
+
+def stored_rows(problem: Problem, db: Path | None, platform: str | None) -> Stored:
+    """What is known of a problem: shipped rows, then the user's."""
+    user = read(db or default_path(), problem)
+    wanted = wanted_of(problem, platform_of(user, platform))
+    rows = (*shipped(problem.shape), *user.rows_of(problem))
+    found = alike(rows, wanted)
+    versions = ("kernel_hash", "protocol")
+    timeless = {name: value for name, value in wanted.items() if name not in versions}
+    return Stored(found, len(alike(rows, timeless)) - len(found))
+
+
+def platform_of(user: Known, name: str | None) -> dict[str, Any]:
+    """The platform asked for, as it was when the user last measured on it, or as it is shipped."""
+    usual = user.platforms[0] if len(user.platforms) == 1 else DEFAULT_PLATFORM
+    name = name or usual
+    rows = [row for row in user.rows if row.platform.name == name]
+    with suppress(UsageError):  # one that is neither measured nor shipped: the name will differ
+        newest = max(rows, key=lambda row: row.age, default=None)
+        return identity(newest.platform if newest else load(name).platform)
+    return {"platform": name}
+
+
+def identity(platform: Platform) -> dict[str, Any]:
+    return {"platform": platform.name} | {c: getattr(platform, c) for c in PLATFORM_COLUMNS}
+
+
+def read(path: Path, problem: Problem) -> Known:
+    with suppress(PermissionError):  # the store says it better
+        if not path.exists():
+            return Known()
+    sizes: dict[str, Any] = {name: getattr(problem, name) for name in "khn"}
+    with Store.open(path, read_only=True) as store:
+        return Known(
+            rows=tuple(store.measurements(**sizes)),
+            predictions=tuple(store.predictions(problem)),
+            platforms=tuple(store.platforms()),
+        )
+
+
+def wanted_of(problem: Problem, platform: dict[str, Any]) -> dict[str, Any]:
+    """What must be equal in a row that answers for the problem, by the name of the column."""
+    asked = {name: getattr(problem, name) for name in ("gpus", "dtype", "activation", "output")}
+    now = {"regime": str(Regime()), "protocol": PROTOCOL, "kernel_hash": jit.kernel_hash()}
+    return platform | asked | now
+
+
+def differences(row: Row, wanted: dict[str, Any]) -> list[str]:
+    have = wanted_of(row.problem, identity(row.platform))
+    have |= {"regime": str(row.measurement.regime), "protocol": row.protocol}
+    built = row.kernel_hash or row.measurement.outcome == "ok"  # else a failure of any version
+    if row.config.method in OWN_KERNEL and built:
+        have["kernel_hash"] = row.kernel_hash
+    unequal = [name for name in wanted if have[name] != wanted[name]]
+    return [f"{name} differs (row {have[name]}, now {wanted[name]})" for name in unequal]
+
+
+def alike(rows: Sequence[Row], wanted: dict[str, Any]) -> list[Row]:
+    """The rows of the identity that is wanted."""
+    return [row for row in rows if not differences(row, wanted)]
+
+
+def shipped_of_weights(problem: Problem) -> list[Row]:
+    """The shipped measurements of the same weights and any number of tokens."""
+    weights = problem.shape.partition("x")[2]
+    same = (shape for shape in shipped_shapes() if shape.partition("x")[2] == weights)
+    return [row for shape in same for row in shipped(shape)]

@@ -1,0 +1,118 @@
+"""An answer for tokens that nobody measured, from races of the same weights with more and fewer.
+
+The estimate's error on a config, or on a method, changes slowly with the number of tokens: what it
+was in the races beside corrects it here, in proportion to the distance in log m. Only what raced
+there is looked at, and the default: to the estimate's favourites its errors would be the winners.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ctatune import race
+from ctatune.baseline_latency import estimated, modelled
+from ctatune.config import AnyConfig, Baseline, Config
+from ctatune.latency import ESTIMATE
+from ctatune.limits import why_invalid
+from ctatune.machine_model import MachineModel, prediction
+from ctatune.problem import Problem
+from ctatune.records import Prediction
+from ctatune.rows import Row
+from ctatune.space import answers, default_config
+
+FARTHEST = 2.0  # factor in tokens from the nearest race where there is one on one side only
+WIDEST = 4.0  # factor in tokens between the races on both sides
+
+_Logs = dict[AnyConfig, float]  # log of measured over estimated latency
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbour:
+    """The config to run, what it takes, what baselines take, and whose races say so."""
+
+    config: AnyConfig
+    prediction: Prediction
+    baselines: dict[str, float]
+    tokens: str
+
+
+def decide(
+    problem: Problem, rows: Sequence[Row], machine: MachineModel, failed: set[AnyConfig]
+) -> Neighbour | None:
+    """The fastest by its corrected estimate of what raced beside a problem, and of the default,
+    which is corrected like the fastest of ours; None without races of ours.
+
+    `rows` have the identity that is wanted, and any number of tokens.
+    """
+    tokens = _beside(problem.m, {row.problem.m for row in rows})
+    races = {m: race.newest([row for row in rows if row.problem.m == m]) for m in tokens}
+    logs = {m: _log_errors(found, machine) for m, found in races.items() if found}
+    ours = {m: log for m, found in logs.items() if (log := _of_ours(found)) is not None}
+    if not ours:
+        return None
+    raced = {config for found in logs.values() for config in found}
+    corrected: dict[AnyConfig, Prediction] = {}
+    for config in raced | {default_config(problem)}:
+        if isinstance(config, Config) and why_invalid(
+            config, problem, sm_count=machine.platform.sm_count
+        ):
+            continue
+        known = {m: found[config] for m, found in logs.items() if config in found}
+        log = _between(problem.m, known or ours)
+        latency_us = estimated(problem, config, machine).latency_us * math.exp(log)
+        doubt = machine.doubt(problem, machine.estimate_log_sigma)
+        corrected[config] = prediction(latency_us, doubt, ESTIMATE)
+    able = [c for c in corrected if answers(c, problem.gpus) and c not in failed]
+    best = min(able, key=lambda config: corrected[config].latency_us, default=None)
+    if best is None:
+        return None
+    rivals = sorted(
+        (c for c in corrected if isinstance(c, Baseline)), key=lambda c: -corrected[c].latency_us
+    )
+    return Neighbour(
+        config=best,
+        prediction=corrected[best],
+        baselines={config.method: corrected[config].latency_us for config in rivals},
+        tokens=" and ".join(map(str, sorted(logs))),
+    )
+
+
+def _beside(m: int, measured: set[int]) -> list[int]:
+    """The nearest numbers of tokens on both sides that are near enough to say something."""
+    below = max((other for other in measured if other < m), default=None)
+    above = min((other for other in measured if other > m), default=None)
+    if below and above:
+        return [below, above] if above / below <= WIDEST else []
+    only = below or above
+    return [only] if only and max(only / m, m / only) <= FARTHEST else []
+
+
+def _log_errors(found: Sequence[Row], machine: MachineModel) -> _Logs:
+    """Of each config of a race, and of the fastest variant of each baseline with a model, the
+    slowest first."""
+    logs: _Logs = {}
+    for row in sorted(found, key=lambda row: -(row.measurement.latency_us or 0.0)):
+        config = row.config
+        if isinstance(config, Baseline):
+            config = Baseline(method=config.method, chunk=config.chunk)
+            if config not in modelled(row.problem):
+                continue
+        expected_us = estimated(row.problem, config, machine).latency_us
+        logs[config] = math.log((row.measurement.latency_us or math.inf) / expected_us)
+    return logs
+
+
+def _of_ours(logs: _Logs) -> float | None:
+    """The error on the fastest of our configs, which stands last."""
+    return next((log for c, log in reversed(logs.items()) if isinstance(c, Config)), None)
+
+
+def _between(m: int, known: dict[int, float]) -> float:
+    """Linear in log m between two numbers of tokens; that of the only one."""
+    if len(known) == 1:
+        return next(iter(known.values()))
+    (low, at_low), (high, at_high) = sorted(known.items())
+    part = math.log(m / low) / math.log(high / low)
+    return at_low + part * (at_high - at_low)
