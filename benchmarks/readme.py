@@ -3,23 +3,22 @@
 Run it after new measurements were shipped: `python benchmarks/readme.py`. A test compares.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ctatune import accuracy, fit, race
+from ctatune import accuracy, race
 from ctatune.config import Config
 from ctatune.jit import kernel_hash
-from ctatune.machine_model import DEFAULT_PLATFORM, file_of
+from ctatune.machine_model import DEFAULT_PLATFORM, document
 from ctatune.problem import Problem
-from ctatune.seed import shipped, shipped_shapes
+from ctatune.seed import shipped, shipped_rows
 from ctatune.stats import ratio_interval, verdict
 
 ROOT = Path(__file__).parent.parent
 ERRORS = "<!-- errors: written by benchmarks/readme.py -->\n"
 END_ERRORS = "<!-- end of errors -->"
 BEGIN, END = "<!-- results: written by benchmarks/readme.py -->\n", "<!-- end of results -->"
-ONE = ("tokens", "ours us", "cuBLAS us", "")
+ONE = ("tokens", "ours us", "cuBLAS us", "fastest")
 SEVERAL = (
     "tokens",
     "ours us",
@@ -27,7 +26,7 @@ SEVERAL = (
     "pure pipeline us",
     "best TP us",
     "micro-batches us",
-    "",
+    "fastest",
     "load",
     "TP screened us",
 )
@@ -38,7 +37,7 @@ Races = dict[Problem, list[race.Line]]
 
 def races() -> Races:
     """The newest race of every shipped problem, by tokens."""
-    rows = [row for shape in shipped_shapes() for row in shipped(shape)]
+    rows = shipped_rows()
     problems = sorted({row.problem for row in rows}, key=lambda p: (p.k, p.h, p.n, p.gpus, p.m))
     found = {p: race.compare(race.newest([r for r in rows if r.problem == p])) for p in problems}
     return {problem: lines for problem, lines in found.items() if lines}
@@ -56,7 +55,7 @@ def cell(line: race.Line | None, ours: race.Line) -> str:
     return f"{line.latency_us:.1f} ({ours.latency_us / line.latency_us - 1:+.0%})"
 
 
-def load(ours: race.Line) -> str:
+def loaded(ours: race.Line) -> str:
     """The part of the time in which the GPUs worked while the race loaded them."""
     duty = ours.row.measurement.gpu_state.get("duty")
     return f"{duty:.0%}" if isinstance(duty, float) else ""
@@ -68,17 +67,18 @@ def screened(ours: race.Line) -> str:
     A screening comes after the method's own load, as dense as its host can make it.
     """
     problem, run = ours.row.problem, ours.row.run
-    us: dict[bool, list[float]] = {True: [], False: []}
-    for row in shipped(problem.shape):
-        measured = row.measurement
-        if (row.problem, row.run, measured.phase) != (problem, run, "screen"):
-            continue
-        if measured.latency_us and row.config.method in ("cta", *TP):
-            us[row.config.method == "cta"].append(measured.latency_us)
-    if not all(us.values()):
-        return ""
-    ours_us, tp_us = min(us[True]), min(us[False])
-    return f"{tp_us:.1f} ({ours_us / tp_us - 1:+.0%})"
+
+    def best_us(*methods: str) -> float | None:
+        us = (
+            row.measurement.latency_us
+            for row in shipped(problem.shape)
+            if (row.problem, row.run, row.measurement.phase) == (problem, run, "screen")
+            and row.config.method in methods
+        )
+        return min(filter(None, us), default=None)
+
+    ours_us, tp_us = best_us("cta"), best_us(*TP)
+    return f"{tp_us:.1f} ({ours_us / tp_us - 1:+.0%})" if ours_us and tp_us else ""
 
 
 def said(lines: Sequence[race.Line], ours: race.Line) -> str:
@@ -100,7 +100,7 @@ def about(lines: Sequence[race.Line]) -> str:
     kernels = {line.row.kernel_hash for line in lines} - {None}
     old = "" if kernels <= {kernel_hash()} else ", an older version of our kernel"
     return (
-        f"{machine.gpus} x {machine.gpu}, {machine.link}, driver {machine.driver}, "
+        f"{machine.name}: {machine.gpus} x {machine.gpu}, {machine.link}, driver {machine.driver}, "
         f"{machine.power_limit_w} W, {run.utc[:10]}, protocol {lines[0].row.protocol}{old}"
     )
 
@@ -119,7 +119,7 @@ def cells(lines: Sequence[race.Line], ours: race.Line) -> tuple[str, ...]:
         cell(fastest(lines, *TP), ours),
         cell(fastest(lines, *MICRO), ours),
         said(lines, ours),
-        load(ours),
+        loaded(ours),
         screened(ours),
     )
 
@@ -144,11 +144,12 @@ def results() -> str:
     """The part of the README between the marks."""
     found = races()
     head = (
-        "Sustained load, cold cache, Y2 replicated. `of ideal`: `single` / "
-        "GPUs / ours. In brackets: ours against the opponent. `load`: part of the time in which "
-        "the GPUs worked while they were loaded. `TP screened`: the best tensor-parallel form in "
-        "the screening before the race, where each method has loaded the GPUs by itself, and "
-        "our best screening against it. Every method of every race, with "
+        "Cold cache, Y2 replicated, medians. `of ideal`: `single` / GPUs / ours. In brackets: our "
+        "latency against the opponent's. `load`: the part of the time for which the GPUs were kept "
+        "busy between the rounds of the race (all of it would be sustained load). `TP screened`: "
+        "the best tensor-parallel form in the screening before the race, where each method keeps "
+        "the GPUs as busy as its host can, and our best screening against it. `best` and `bench "
+        "--stored` show a table again with the `--platform` that it names. Every method of every race, with "
         "intervals and joules: [docs/results.md](docs/results.md).\n"
     )
     return "\n".join([head, summary(found), "![latency over tokens](docs/latency.png)\n"])
@@ -168,14 +169,13 @@ def details() -> str:
 
 def errors() -> str:
     """How wrong the shipped model is, as its file says."""
-    document = json.loads(file_of(DEFAULT_PLATFORM).read_text())
-    about = document["fit"]
+    about = document(DEFAULT_PLATFORM)["fit"]
     found = about["held_out"].items()
     text = (
         f"{about['points']} configs of {about['shapes']} shapes were fitted; errors on those of "
         f"{len(about['held_out_shapes'])} others ({', '.join(about['held_out_shapes'])}):\n\n"
     )
-    return text + accuracy.table({name: fit.Accuracy(**values) for name, values in found})
+    return text + accuracy.table({name: accuracy.Accuracy(**values) for name, values in found})
 
 
 def spliced(readme: str) -> str:

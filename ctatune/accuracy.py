@@ -9,18 +9,18 @@ import hashlib
 import importlib.util
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ctatune import race
 from ctatune.config import Config
-from ctatune.fit import Accuracy, Point, accuracy, estimated, log_errors, ours, simulated
-from ctatune.latency import roofline_us
+from ctatune.fit import Point, Predict, log_errors, ours
+from ctatune.latency import estimate, roofline_us
 from ctatune.machine_model import MachineModel, family
+from ctatune.simulate import simulate
 
 HEAD = ("model", "points", "MAPE", "90 % under", "worst", "in its interval")
 GROUPS: dict[str, Callable[[Point], str]] = {
@@ -32,6 +32,38 @@ GROUPS: dict[str, Callable[[Point], str]] = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accuracy:
+    """Relative errors of a model on some points; `inside` is the part in its 90 % intervals, None
+    for a model without."""
+
+    points: int
+    mape: float
+    p90: float
+    worst: float
+    inside: float | None = None
+
+
+def _of(log_errors: NDArray[np.float64], inside: float | None = None) -> Accuracy:
+    errors = np.abs(np.expm1(log_errors))
+    return Accuracy(
+        points=len(errors),
+        mape=float(errors.mean()),
+        p90=float(np.quantile(errors, 0.9)),
+        worst=float(errors.max()),
+        inside=inside,
+    )
+
+
+def accuracy(some: Sequence[Point], machine: MachineModel, predict: Predict) -> Accuracy:
+    """Errors of a model on some points, at least one."""
+    intervals = [predict(p.problem, p.config, machine).interval_us for p in some]
+    inside = [
+        low <= point.latency_us <= high for point, (low, high) in zip(some, intervals, strict=True)
+    ]
+    return _of(log_errors(some, machine, predict), float(np.mean(inside)))
+
+
 def fingerprint(some: Iterable[Point]) -> str:
     """SHA-256 of the points: a fit of other data has another one."""
     lines = (f"{p.problem} {p.config.canonical()} {p.latency_us!r}" for p in some)
@@ -41,15 +73,18 @@ def fingerprint(some: Iterable[Point]) -> str:
 def held_out(
     train: Sequence[Point], held: Sequence[Point], machine: MachineModel
 ) -> dict[str, Accuracy]:
-    """Errors on shapes that no fit saw, of both models and of their opponents."""
+    """Errors on shapes that no fit saw, of both models and of their opponents: all on the points
+    of our kernel, and the estimate on those of baselines."""
+    cta = ours(held)
     found = {
-        "estimate": accuracy(held, machine, estimated),
-        "simulator": accuracy(ours(held), machine, simulated),
-        "roofline": _plain(_roofline_errors(train, held, machine)),
+        "estimate": accuracy(cta, machine, estimate),
+        "simulator": accuracy(cta, machine, simulate),
+        "roofline": _of(_roofline_errors(train, cta, machine)),
     }
     if importlib.util.find_spec("sklearn"):
-        found["gradient boosting"] = _plain(_boosting_errors(train, held, machine))
-    return found
+        found["gradient boosting"] = _of(_boosting_errors(train, cta, machine))
+    theirs = [point for point in held if point not in cta]
+    return found | {"estimate of baselines": accuracy(theirs, machine, estimate)}
 
 
 def document(found: dict[str, Accuracy]) -> dict[str, dict[str, float]]:
@@ -71,8 +106,8 @@ def groups(held: Sequence[Point], machine: MachineModel) -> str:
     for title, group_of in GROUPS.items():
         for name in sorted({group_of(point) for point in held} - {""}):
             some = [point for point in held if group_of(point) == name]
-            rows.append(_cells(f"{title} {name}", accuracy(some, machine, estimated)))
-    return "\n" + race.table(("estimate by", *HEAD[1:]), *rows)
+            rows.append(_cells(f"{title} {name}", accuracy(some, machine, estimate)))
+    return race.table(("estimate by", *HEAD[1:]), *rows)
 
 
 def plot(held: Sequence[Point], machine: MachineModel, path: Path) -> None:
@@ -83,7 +118,7 @@ def plot(held: Sequence[Point], machine: MachineModel, path: Path) -> None:
     axes = figure.subplots()
     for method in sorted({point.config.method for point in held}):
         some = [point for point in held if point.config.method == method]
-        ratios = np.exp(log_errors(some, machine, estimated))
+        ratios = np.exp(log_errors(some, machine, estimate))
         axes.plot([point.latency_us for point in some], ratios, "o", label=method)
     axes.axhline(1.0, color="grey", linewidth=1)
     axes.set_xscale("log")
@@ -96,17 +131,6 @@ def _cells(name: str, value: Accuracy) -> tuple[str, ...]:
     inside = "" if value.inside is None else f"{value.inside:.0%}"
     shares = (f"{share:.1%}" for share in (value.mape, value.p90, value.worst))
     return (name, str(value.points), *shares, inside)
-
-
-def _plain(log_errors: NDArray[np.float64]) -> Accuracy:
-    """Of a model without intervals."""
-    errors = np.abs(np.exp(log_errors) - 1.0)
-    return Accuracy(
-        points=len(errors),
-        mape=float(errors.mean()),
-        p90=float(np.quantile(errors, 0.9)),
-        worst=float(errors.max()),
-    )
 
 
 def _over_roofline(point: Point, machine: MachineModel) -> float:
@@ -139,16 +163,8 @@ def _features(point: Point) -> list[float]:
     problem, config = point.problem, point.config
     sizes = [math.log(size) for size in (problem.m, problem.k, problem.h, problem.n)]
     method = ("cta", "single", "tp", "tp_twoshot").index(config.method)
-    choices: list[Any] = [0] * 9
-    if isinstance(config, Config):
-        up = config.up
-        tile = (up.m, up.n, up.split_k, up.group_m)
-        choices = [
-            *tile,
-            config.stages,
-            config.mix,
-            config.pace_us,
-            config.multicast,
-            config.direct,
-        ]
-    return [*sizes, problem.gpus, method, *map(float, choices)]
+    if not isinstance(config, Config):
+        return [*sizes, problem.gpus, method, *[0.0] * 9]
+    up = config.up
+    choices = (up.m, up.n, up.split_k, up.group_m, config.stages, config.mix, config.pace_us)
+    return [*sizes, problem.gpus, method, *choices, config.multicast, config.direct]

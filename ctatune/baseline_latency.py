@@ -5,11 +5,11 @@ Micro-batches and `rowsplit` have no model: the first never wins, the second may
 
 from __future__ import annotations
 
-from ctatune.config import AnyConfig, Baseline, BaselineMethod, Config
-from ctatune.latency import ESTIMATE, estimate
-from ctatune.machine_model import MachineModel, prediction
+from dataclasses import replace
+
+from ctatune.config import AnyConfig, Baseline, BaselineMethod
+from ctatune.machine_model import MachineModel
 from ctatune.problem import BF16_BYTES, Problem
-from ctatune.records import Prediction
 
 TENSOR_PARALLEL: tuple[BaselineMethod, ...] = ("tp", "tp_twoshot")
 _Sizes = tuple[int, int, int]  # m, outputs, inputs
@@ -21,28 +21,23 @@ def modelled(problem: Problem) -> list[Baseline]:
     return [Baseline(method="single"), *(Baseline(method=m) for m in TENSOR_PARALLEL if several)]
 
 
-def baseline_estimate(problem: Problem, baseline: Baseline, machine: MachineModel) -> Prediction:
-    """Latency of one of `modelled`; `single` is of one GPU, whatever `problem.gpus` says.
-
-    Sustained clocks, cold weights, floor subtracted.
+def baseline_us(problem: Problem, baseline: Baseline, machine: MachineModel) -> float:
+    """Latency of one of `modelled` by rates alone; `single` is of one GPU, whatever `problem.gpus`
+    says. Sustained clocks, cold weights, floor subtracted.
     """
     method = baseline.method
     parts = 1 if method == "single" else problem.gpus
     width = -(-problem.h // parts)
-    total_us = _products_us(
-        (problem.m, width, problem.k), (problem.m, problem.n, width), machine=machine
-    )
-    if method != "single":
-        total_us += _all_reduce_us(problem, method, machine)
-    total_us *= machine.factor(baseline)
-    return prediction(total_us, machine.doubt(problem, machine.estimate_log_sigma), ESTIMATE)
+    products = (problem.m, width, problem.k), (problem.m, problem.n, width)
+    total_us = _products_us(*products, machine=machine)
+    return total_us if method == "single" else total_us + _all_reduce_us(problem, method, machine)
 
 
-def estimated(problem: Problem, config: AnyConfig, machine: MachineModel) -> Prediction:
-    """The first estimate of one of ours, or of one of `modelled`."""
-    if isinstance(config, Config):
-        return estimate(problem, config, machine)
-    return baseline_estimate(problem, config, machine)
+def plain(config: AnyConfig) -> AnyConfig:
+    """A baseline without what its variants differ in: the model is of the fastest one."""
+    if isinstance(config, Baseline):
+        return replace(config, nccl="", graph=False)
+    return config
 
 
 def _products_us(*products: _Sizes, machine: MachineModel) -> float:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ctatune.config import AnyConfig, Baseline
 from ctatune.errors import NoAnswer, UsageError
-from ctatune.known import alike, differences, platform_of, read, shipped_of_weights, wanted_of
+from ctatune.known import alike, differences, of_weights, platform_of, user_rows, wanted_of
 from ctatune.limits import why_invalid
 from ctatune.machine_model import MachineModel, load
 from ctatune.problem import Output, Problem
@@ -55,25 +55,27 @@ class Choice:
 
 
 def choose(problem: Problem, db: Path | None, platform: str | None) -> Choice:
-    """The fastest config known for a problem: measured, else simulated, else estimated.
+    """The fastest config known for a problem: measured, else
+    by races of other numbers of tokens, else simulated, else estimated.
 
     `db` is the user's database (None: `default_path()`; no file: empty), the shipped measurements
     lie under it. Without `platform` it is the only one that the user measured, or the shipped one.
 
     Raises: NoAnswer; StoreError for a damaged database.
     """
-    user = read(db or default_path(), problem)
+    user = user_rows(db or default_path(), problem)
     wanted = wanted_of(problem, platform_of(user, platform))
-    ours, theirs = alike(user.rows_of(problem), wanted), alike(shipped(problem.shape), wanted)
+    ours, theirs = alike(user.of_tokens(problem.m), wanted), alike(shipped(problem.shape), wanted)
     failed = _failed([*ours, *theirs])
     no_kernel = _why_no_kernel(problem, [*ours, *theirs], failed)
     for phase in ("final", "screen"):
         for same, note in ((ours, ""), (theirs, "from the shipped measurements")):
             if choice := _measured(problem, wanted, same, failed, no_kernel, phase, note):
                 return choice
-    why = _why_not_measured(wanted, (*user.rows_of(problem), *shipped(problem.shape)))
-    others = alike([*shipped_of_weights(problem), *user.rows], wanted)
-    if not user.predictions and (choice := _neighbour(problem, wanted, others, failed, why)):
+    why = _why_not_measured(wanted, (*user.of_tokens(problem.m), *shipped(problem.shape)))
+    near = of_weights(problem, user, wanted)
+    failed |= {row.config for row in near if row.measurement.outcome == "wrong"}
+    if choice := _neighbour(problem, wanted, near, failed, why):
         return choice
     return _computed(problem, wanted, user.predictions, failed, why)
 
@@ -93,15 +95,9 @@ def _failed(same: Sequence[Row]) -> set[AnyConfig]:
     return wrong | {c for c, outcome in newest.items() if outcome not in good}
 
 
-def _is_timed(row: Row) -> bool:
-    """Whether a row holds latencies of a verified run of outcome ok."""
-    measured = row.measurement
-    return measured.timed and measured.verification is not None and measured.verification.passed
-
-
 def _may_serve(row: Row) -> bool:
     """Whether a row of the right identity is an answer: well timed, and Y2 lies as asked."""
-    return _is_timed(row) and answers(row.config, row.problem.gpus)
+    return row.good and answers(row.config, row.problem.gpus)
 
 
 def _latency_us(row: Row) -> float:
@@ -123,7 +119,7 @@ def _measured(
     first look: the best one of all runs. Baselines answer only where our kernel was timed beside
     them, or cannot be for the reason `no_kernel`.
     """
-    timed = [row for row in same if row.measurement.phase == phase and _is_timed(row)]
+    timed = [row for row in same if row.measurement.phase == phase and row.good]
     able = [row for row in timed if _may_serve(row) and row.config not in failed]
     ours = [row for row in able if row.config.method == "cta"]
     if not (ours or (able and no_kernel)):
@@ -226,7 +222,7 @@ def _neighbour(
         source="neighbour",
         verified=False,
         baselines=found.baselines,
-        note=f"{why}; the estimate, corrected by the races of {found.tokens} tokens",
+        note="; ".join([f"{why}; {found.note}", *_outside(problem, machine)]),
     )
 
 
@@ -246,11 +242,12 @@ def _computed(
         raise NoAnswer(f"{why}; nothing can be computed: {error}") from error
     name = machine.platform.name
     predictions = [row for row in predictions if row.run.platform.name == name]
-    simulated = computed.simulated(problem, machine, predictions, failed)
+    simulated = computed.fastest_simulated(problem, machine, predictions, failed)
     found: tuple[AnyConfig, Prediction] | None
-    found = simulated or computed.estimated(problem, machine, failed)
+    found = simulated or computed.fastest_estimated(problem, machine, failed)
     rivals = computed.rivals(problem, machine)
-    able = {b: p for b, p in rivals.items() if found and answers(b, problem.gpus)}
+    lost = {config.method for config in failed if isinstance(config, Baseline)}
+    able = {b: p for b, p in rivals.items() if b.method not in lost and answers(b, problem.gpus)}
     best = min(able, key=lambda b: able[b].latency_us, default=None)
     if found and best and able[best].latency_us < found[1].latency_us:
         found, simulated = (best, able[best]), None
@@ -282,12 +279,18 @@ def _doubts(
 ) -> list[str]:
     """What a person should know of a computed latency."""
     said = [f"computed by {prediction.model}, which knows no micro-batches"]
-    if not machine.covers(problem):
-        sizes = ", ".join(f"{name} {low} .. {high}" for name, low, high in machine.ranges)
-        said.append(f"outside of what it was fitted to ({sizes})")
+    said += _outside(problem, machine)
     if rivals[Baseline(method="single")].latency_us < prediction.latency_us:
         said.append("one GPU alone is faster")
     return said
+
+
+def _outside(problem: Problem, machine: MachineModel) -> list[str]:
+    """Where a problem lies outside of what the model was fitted to."""
+    if machine.covers(problem):
+        return []
+    sizes = ", ".join(f"{name} {low} .. {high}" for name, low, high in machine.ranges)
+    return [f"outside of what it was fitted to ({sizes})"]
 
 
 def _choice(problem: Problem, wanted: dict[str, Any], config: AnyConfig, **rest: Any) -> Choice:

@@ -7,20 +7,27 @@ from __future__ import annotations
 
 import json
 import logging
-import re
-import shlex
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ctatune import __version__
+from ctatune import __version__, data_commands
 from ctatune.errors import CtatuneError, UsageError
+from ctatune.options import (
+    SHAPE_HELP,
+    TRIALS_HELP,
+    command_line,
+    common_options,
+    db_option,
+    json_option,
+    problem_options,
+    seconds_of,
+)
 from ctatune.presets import PRESETS
-from ctatune.problem import ACTIVATIONS, DTYPES, OUTPUTS, Problem
+from ctatune.problem import Problem
 
 FAILED, NO_ANSWER, INTERRUPTED = 1, 3, 130
 
@@ -40,42 +47,6 @@ class _Commands(click.Group):
         sys.exit(code)
 
 
-def _options(*options: Callable) -> Callable:
-    def apply(function: Callable) -> Callable:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return apply
-
-
-_TRIALS_HELP = "Configs a shape, counting those that the database holds."
-_SHAPE_HELP = "MxKxHxN, or MxKxH for N = K."
-_problem_options = _options(
-    click.option("--gpus", type=int, required=True, help="Number of GPUs to use."),
-    click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True),
-    click.option("--activation", type=click.Choice(ACTIVATIONS), default="none", show_default=True),
-    click.option(
-        "--output",
-        type=click.Choice(OUTPUTS),
-        default="replicated",
-        show_default=True,
-        help="Where Y2 must lie.",
-    ),
-)
-_db_option = click.option(
-    "--db", type=click.Path(path_type=Path), help="Database file [$CTATUNE_DB]."
-)
-_json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
-_common_options = _options(
-    _db_option,
-    click.option(
-        "--platform", help="Another platform than this machine's; with it nothing is measured."
-    ),
-    _json_option,
-)
-
-
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
 @click.option("-v", "--verbose", is_flag=True, help="Say more on stderr.")
@@ -86,8 +57,8 @@ def main(verbose: bool) -> None:
 
 
 @main.command()
-@_db_option
-@_json_option
+@db_option
+@json_option
 def doctor(db: Path | None, as_json: bool) -> None:
     """Say what this machine has and lacks; peer access is probed by real writes."""
     from ctatune.doctor import examine
@@ -104,15 +75,15 @@ def doctor(db: Path | None, as_json: bool) -> None:
 
 
 @main.command()
-@click.option("--shape", "shapes", multiple=True, required=True, help=_SHAPE_HELP)
-@click.option("--trials", type=click.IntRange(1), default=40, show_default=True, help=_TRIALS_HELP)
+@click.option("--shape", "shapes", multiple=True, required=True, help=SHAPE_HELP)
+@click.option("--trials", type=click.IntRange(1), default=40, show_default=True, help=TRIALS_HELP)
 @click.option(
     "--time",
     "time_text",
     help="Start no trial of a shape after this time (90s, 10m); the final follows.",
 )
-@_problem_options
-@_common_options
+@problem_options
+@common_options
 def search(
     shapes: tuple[str, ...],
     trials: int,
@@ -126,10 +97,10 @@ def search(
     from ctatune import session
     from ctatune.progress import Progress
 
-    seconds = _seconds(time_text) if time_text else None
+    seconds = seconds_of(time_text) if time_text else None
     problems = list(dict.fromkeys(Problem.of(shape, **problem_fields) for shape in shapes))
     choices = []
-    with session.open_session(problems[0].gpus, db, platform, _command()) as opened:
+    with session.open_session(problems[0].gpus, db, platform, command_line()) as opened:
         if opened.simulates:
             click.echo(f"ctatune: {opened.note}", err=True)
         for problem in problems:
@@ -144,9 +115,9 @@ def search(
 
 
 @main.command()
-@click.option("--shape", required=True, help=_SHAPE_HELP)
-@_problem_options
-@_common_options
+@click.option("--shape", required=True, help=SHAPE_HELP)
+@problem_options
+@common_options
 def best(
     shape: str, db: Path | None, platform: str | None, as_json: bool, **problem_fields: Any
 ) -> None:
@@ -161,17 +132,17 @@ def best(
 
 
 @main.command()
-@click.option("--shape", "shapes", multiple=True, help=_SHAPE_HELP)
+@click.option("--shape", "shapes", multiple=True, help=SHAPE_HELP)
 @click.option(
     "--preset", "presets", type=click.Choice(list(PRESETS)), multiple=True, help="Named shapes."
 )
-@click.option("--trials", type=click.IntRange(1), default=16, show_default=True, help=_TRIALS_HELP)
+@click.option("--trials", type=click.IntRange(1), default=16, show_default=True, help=TRIALS_HELP)
 @click.option("--stored", is_flag=True, help="Measure nothing: show the newest stored race.")
 @click.option(
     "--plot", "plot_path", type=click.Path(path_type=Path), help="Image of latency over tokens."
 )
-@_problem_options
-@_common_options
+@problem_options
+@common_options
 def bench(
     shapes: tuple[str, ...],
     presets: tuple[str, ...],
@@ -197,7 +168,7 @@ def bench(
     if plot_path:
         race.check_plot(plot_path)
     if not stored:
-        with session.open_session(problems[0].gpus, db, platform, _command()) as opened:
+        with session.open_session(problems[0].gpus, db, platform, command_line()) as opened:
             if opened.simulates:
                 raise UsageError("a race needs GPUs; `--stored` shows the newest stored one")
             for problem in problems:
@@ -225,85 +196,6 @@ def bench(
         sys.exit(NO_ANSWER)
 
 
-@main.command()
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    help="Write the fitted model to this file of `models/`, which must be there.",
-)
-@click.option(
-    "--plot",
-    "plot_path",
-    type=click.Path(path_type=Path),
-    help="Image of estimated over measured latency of the shapes that no fit saw.",
-)
-@_common_options
-def fit(
-    out: Path | None, plot_path: Path | None, db: Path | None, platform: str | None, as_json: bool
-) -> None:
-    """Fit the latency models to all races that are known, and say how wrong they are elsewhere."""
-    from ctatune import accuracy, race, refit
-
-    if plot_path:
-        race.check_plot(plot_path)
-    fitted = refit.refit(db, platform, out)
-    if plot_path:
-        accuracy.plot(fitted.held, fitted.machine, plot_path)
-    if as_json:
-        click.echo(json.dumps(fitted.document["fit"], indent=2))
-        return
-    click.echo(f"{fitted.about}\n")
-    click.echo(accuracy.table(fitted.held_out))
-    click.echo(accuracy.groups(fitted.held, fitted.machine))
-
-
-@main.command()
-@_common_options
-def export(db: Path | None, platform: str | None, as_json: bool) -> None:
-    """Print every measurement as a JSON line, sorted: what `db/measurements` ships."""
-    from ctatune.seed import export_lines
-    from ctatune.store import Store, default_path
-
-    with Store.open(db or default_path(), read_only=True) as store:
-        lines = list(export_lines(store, platform=platform))
-    if as_json:
-        click.echo("[" + ",\n".join(lines) + "]")
-    elif lines:
-        click.echo("\n".join(lines))
-
-
-@main.command()
-@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
-@_db_option
-def merge(files: tuple[Path, ...], db: Path | None) -> None:
-    """Add exported JSON lines to your database; rows that it has are not added twice."""
-    from ctatune.seed import import_lines
-    from ctatune.store import Store, default_path
-
-    with Store.open(db or default_path()) as store:
-        for path in files:
-            try:
-                lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-            except OSError as error:
-                raise UsageError(f"cannot read {path}: {error.strerror}") from error
-            done = import_lines(store, lines, origin=str(path))
-            click.echo(f"{path}: {done.added} added, {done.known} known, {done.damaged} damaged")
-
-
-def _command() -> str:
-    return "ctatune " + shlex.join(sys.argv[1:])
-
-
-def _seconds(text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h)", text)
-    if not found:
-        raise UsageError(f"a time is a number with s, m or h, such as 10m; got {text!r}")
-    seconds = float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
-    if seconds <= 0:
-        raise UsageError(f"a time must be longer than nothing; got {text!r}")
-    return seconds
-
-
 def _say_what_is_left_out(known: dict[Problem, Any]) -> None:
     for problem, found in known.items():
         if count := found.outdated:
@@ -323,6 +215,10 @@ def _print_choice(choice: Any) -> None:
             click.echo(f"  {method}: {latency_us:.1f} us; the answer is {ratio:.3f} of it")
     if choice.note:
         click.echo(f"  note: {choice.note}")
+
+
+for command in data_commands.COMMANDS:
+    main.add_command(command)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from ctatune import latency
-from ctatune.baseline_latency import baseline_estimate, modelled
+from ctatune.baseline_latency import modelled
 from ctatune.config import AnyConfig, Baseline, Config
 from ctatune.limits import why_invalid
 from ctatune.machine_model import MachineModel
@@ -16,7 +16,7 @@ from ctatune.rows import PredictionRow
 from ctatune.space import candidates
 
 
-def simulated(
+def fastest_simulated(
     problem: Problem, machine: MachineModel, rows: Sequence[PredictionRow], failed: set[AnyConfig]
 ) -> tuple[Config, Prediction] | None:
     """The fastest config that the newest simulator in the user's database saw."""
@@ -32,7 +32,7 @@ def simulated(
     return min(newest, key=lambda pair: pair[1].latency_us, default=None)
 
 
-def estimated(
+def fastest_estimated(
     problem: Problem, machine: MachineModel, failed: set[AnyConfig]
 ) -> tuple[Config, Prediction] | None:
     """The fastest config by the first estimate, of all valid ones that did not fail."""
@@ -42,7 +42,7 @@ def estimated(
 
 def rivals(problem: Problem, machine: MachineModel) -> dict[Baseline, Prediction]:
     """The baselines that have a model, by the first estimate."""
-    return {b: baseline_estimate(problem, b, machine) for b in modelled(problem)}
+    return {b: latency.estimate(problem, b, machine) for b in modelled(problem)}
 
 
 @lru_cache(maxsize=256)

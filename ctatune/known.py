@@ -22,16 +22,16 @@ PLATFORM_COLUMNS = ("link", "sm_count", "power_limit_w", "driver", "cuda")  # mo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class UserRows:
     """What the user's database holds about weights, whatever the rest of their identity."""
 
     rows: tuple[Row, ...] = ()  # of the same weights and any number of tokens
     predictions: tuple[PredictionRow, ...] = ()
     platforms: tuple[str, ...] = ()
 
-    def rows_of(self, problem: Problem) -> tuple[Row, ...]:
+    def of_tokens(self, m: int) -> tuple[Row, ...]:
         """The rows of as many tokens."""
-        return tuple(row for row in self.rows if row.problem.m == problem.m)
+        return tuple(row for row in self.rows if row.problem.m == m)
 
 
 class Stored(NamedTuple):
@@ -43,16 +43,16 @@ class Stored(NamedTuple):
 
 def stored_rows(problem: Problem, db: Path | None, platform: str | None) -> Stored:
     """What is known of a problem: shipped rows, then the user's."""
-    user = read(db or default_path(), problem)
+    user = user_rows(db or default_path(), problem)
     wanted = wanted_of(problem, platform_of(user, platform))
-    rows = (*shipped(problem.shape), *user.rows_of(problem))
+    rows = (*shipped(problem.shape), *user.of_tokens(problem.m))
     found = alike(rows, wanted)
     versions = ("kernel_hash", "protocol")
     timeless = {name: value for name, value in wanted.items() if name not in versions}
     return Stored(found, len(alike(rows, timeless)) - len(found))
 
 
-def platform_of(user: Known, name: str | None) -> dict[str, Any]:
+def platform_of(user: UserRows, name: str | None) -> dict[str, Any]:
     """The platform asked for, as it was when the user last measured on it, or as it is shipped."""
     usual = user.platforms[0] if len(user.platforms) == 1 else DEFAULT_PLATFORM
     name = name or usual
@@ -67,13 +67,13 @@ def identity(platform: Platform) -> dict[str, Any]:
     return {"platform": platform.name} | {c: getattr(platform, c) for c in PLATFORM_COLUMNS}
 
 
-def read(path: Path, problem: Problem) -> Known:
+def user_rows(path: Path, problem: Problem) -> UserRows:
     with suppress(PermissionError):  # the store says it better
         if not path.exists():
-            return Known()
+            return UserRows()
     sizes: dict[str, Any] = {name: getattr(problem, name) for name in "khn"}
     with Store.open(path, read_only=True) as store:
-        return Known(
+        return UserRows(
             rows=tuple(store.measurements(**sizes)),
             predictions=tuple(store.predictions(problem)),
             platforms=tuple(store.platforms()),
@@ -102,8 +102,12 @@ def alike(rows: Sequence[Row], wanted: dict[str, Any]) -> list[Row]:
     return [row for row in rows if not differences(row, wanted)]
 
 
-def shipped_of_weights(problem: Problem) -> list[Row]:
-    """The shipped measurements of the same weights and any number of tokens."""
+def of_weights(problem: Problem, user: UserRows, wanted: dict[str, Any]) -> list[Row]:
+    """Rows of the identity that is wanted with any number of tokens: the shipped ones where
+    the user has no final of ours."""
     weights = problem.shape.partition("x")[2]
     same = (shape for shape in shipped_shapes() if shape.partition("x")[2] == weights)
-    return [row for shape in same for row in shipped(shape)]
+    theirs = alike([row for shape in same for row in shipped(shape)], wanted)
+    ours = alike(user.rows, wanted)
+    own = {row.problem.m for row in ours if row.is_final_of_ours}
+    return [*ours, *(row for row in theirs if row.problem.m not in own)]

@@ -13,7 +13,8 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 
-from ctatune.config import Config
+from ctatune.baseline_latency import baseline_us
+from ctatune.config import AnyConfig, Baseline, Config
 from ctatune.limits import resident_ctas
 from ctatune.machine_model import MachineModel, Work, faded, pace_delay_us, prediction
 from ctatune.problem import Problem
@@ -39,17 +40,29 @@ class Part:
 Parts = tuple[Part, Part]
 
 
-def estimate(problem: Problem, config: Config, machine: MachineModel) -> Prediction:
-    """Latency of a valid CTA-pipelined config: sustained clocks, cold weights, floor subtracted.
+def estimate(problem: Problem, config: AnyConfig, machine: MachineModel) -> Prediction:
+    """Latency of a valid CTA-pipelined config, or of one of `baseline_latency.modelled`.
 
-    Source: DESIGN 8; parameters from the machine model. Some 100 to 300 us of Python.
+    Sustained clocks, cold weights, floor subtracted. Source: DESIGN 8; parameters from the machine
+    model. Some 100 to 300 us of Python.
     """
+    if isinstance(config, Baseline):
+        latency_us = baseline_us(problem, config, machine)
+    else:
+        latency_us = _cta_us(problem, config, machine)
+    return predicted(problem, latency_us * machine.factor(config), machine)
+
+
+def predicted(problem: Problem, latency_us: float, machine: MachineModel) -> Prediction:
+    """A latency of the estimate with the interval that it has for a problem."""
+    return prediction(latency_us, machine.doubt(problem, machine.estimate_log_sigma), ESTIMATE)
+
+
+def _cta_us(problem: Problem, config: Config, machine: MachineModel) -> float:
     gpus = Counter(gpu_parts(problem, config, machine))
     panels = _looked_at(problem, config)
     end_us = max(_end_us(gpu, gpus, panels, machine) for gpu in gpus)
-    latency_us = machine.launch_us + end_us + _tail_us(problem, gpus, machine)
-    latency_us *= machine.factor(config)
-    return prediction(latency_us, machine.doubt(problem, machine.estimate_log_sigma), ESTIMATE)
+    return machine.launch_us + end_us + _tail_us(problem, gpus, machine)
 
 
 def roofline_us(problem: Problem, machine: MachineModel, gpus: int) -> float:

@@ -6,7 +6,6 @@ import json
 import math
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from ctatune.config import AnyConfig, Baseline, Tile
@@ -18,7 +17,7 @@ from ctatune.rooms import room
 
 DEFAULT_PLATFORM = "nvidia-h200-nv18"
 L2_SHARE = 0.5  # of L2 that one operand can count on while the other streams through
-_Z90 = 1.645  # two-sided 90 % of a normal distribution
+Z90 = 1.645  # two-sided 90 % of a normal distribution
 # A burst of peer stores cost the next four tiles 19, 14, 6 and 2 us, as CTAs drift apart; stored at
 # a pace that just fills the time of the burst, 3 and 1 us (4096x8192x8192, 2026-11-30).
 _BURST_FADE = 0.55  # of the loss from one tile of a CTA to its next
@@ -231,33 +230,38 @@ def load(name: str | None = None) -> MachineModel:
 
     Raises: UsageError when no file of `models/` is of that platform; it names those that are.
     """
-    known = _shipped()
-    name = DEFAULT_PLATFORM if name is None else name
-    if name not in known:
-        raise UsageError(f"there is no model of platform {name!r}, only of {', '.join(known)}")
-    return known[name]
-
-
-def file_of(name: str) -> Path:
-    """The file of the model of a platform that has one."""
-    return _files()[name]
+    return _model(DEFAULT_PLATFORM if name is None else name)
 
 
 @cache
-def _shipped() -> dict[str, MachineModel]:
-    return {name: _read(path) for name, path in _files().items()}
-
-
-@cache
-def _files() -> dict[str, Path]:
-    return {_read(path).platform.name: path for path in sorted(room("models").glob("*.json"))}
-
-
-def _read(path: Path) -> MachineModel:
+def _model(name: str) -> MachineModel:
     try:
-        return model_of(json.loads(path.read_text(encoding="utf-8")))
+        return model_of(document(name))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UsageError(f"{path} is not a machine model: {error}") from error
+        raise UsageError(f"the model of {name} is damaged: {error}") from error
+
+
+def document(name: str) -> dict[str, Any]:
+    """The file of a platform's model, as it stands in `models/`.
+
+    Raises: UsageError when there is none; it names those that are.
+    """
+    known = ", ".join(_documents())
+    if name not in _documents():
+        raise UsageError(f"there is no model of platform {name!r}, only of {known}")
+    return _documents()[name]
+
+
+@cache
+def _documents() -> dict[str, dict[str, Any]]:
+    found = {}
+    for path in sorted(room("models").glob("*.json")):
+        try:
+            read = json.loads(path.read_text(encoding="utf-8"))
+            found[str(read["platform"]["name"])] = read
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UsageError(f"{path} is not a machine model: {error}") from error
+    return found
 
 
 def model_of(document: dict[str, Any]) -> MachineModel:
@@ -291,6 +295,6 @@ def rates() -> tuple[Field[Any], ...]:
 
 def prediction(latency_us: float, log_sigma: float, model: str) -> Prediction:
     """A prediction with the 90 % interval of a log-normal error."""
-    factor = math.exp(_Z90 * log_sigma)
+    factor = math.exp(Z90 * log_sigma)
     interval_us = (latency_us / factor, latency_us * factor)
     return Prediction(latency_us=latency_us, interval_us=interval_us, model=model)

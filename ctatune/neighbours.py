@@ -12,17 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ctatune import race
-from ctatune.baseline_latency import estimated, modelled
+from ctatune.baseline_latency import modelled, plain
 from ctatune.config import AnyConfig, Baseline, Config
-from ctatune.latency import ESTIMATE
+from ctatune.latency import estimate, predicted
 from ctatune.limits import why_invalid
-from ctatune.machine_model import MachineModel, prediction
+from ctatune.machine_model import MachineModel
 from ctatune.problem import Problem
 from ctatune.records import Prediction
 from ctatune.rows import Row
 from ctatune.space import answers, default_config
 
-FARTHEST = 2.0  # factor in tokens from the nearest race where there is one on one side only
+FARTHEST = 2.0  # factor in tokens from a race without one near on the other side
 WIDEST = 4.0  # factor in tokens between the races on both sides
 
 _Logs = dict[AnyConfig, float]  # log of measured over estimated latency
@@ -35,7 +35,7 @@ class Neighbour:
     config: AnyConfig
     prediction: Prediction
     baselines: dict[str, float]
-    tokens: str
+    note: str
 
 
 def decide(
@@ -46,8 +46,8 @@ def decide(
 
     `rows` have the identity that is wanted, and any number of tokens.
     """
-    tokens = _beside(problem.m, {row.problem.m for row in rows})
-    races = {m: race.newest([row for row in rows if row.problem.m == m]) for m in tokens}
+    tokens = _beside(problem.m, {row.problem.m for row in rows if row.is_final_of_ours})
+    races = {m: _race([row for row in rows if row.problem.m == m]) for m in tokens}
     logs = {m: _log_errors(found, machine) for m, found in races.items() if found}
     ours = {m: log for m, found in logs.items() if (log := _of_ours(found)) is not None}
     if not ours:
@@ -61,10 +61,10 @@ def decide(
             continue
         known = {m: found[config] for m, found in logs.items() if config in found}
         log = _between(problem.m, known or ours)
-        latency_us = estimated(problem, config, machine).latency_us * math.exp(log)
-        doubt = machine.doubt(problem, machine.estimate_log_sigma)
-        corrected[config] = prediction(latency_us, doubt, ESTIMATE)
-    able = [c for c in corrected if answers(c, problem.gpus) and c not in failed]
+        latency_us = estimate(problem, config, machine).latency_us * math.exp(log)
+        corrected[config] = predicted(problem, latency_us, machine)
+    lost = {c.method if isinstance(c, Baseline) else c for c in failed}
+    able = [c for c in corrected if answers(c, problem.gpus) and not lost & {c, c.method}]
     best = min(able, key=lambda config: corrected[config].latency_us, default=None)
     if best is None:
         return None
@@ -75,38 +75,42 @@ def decide(
         config=best,
         prediction=corrected[best],
         baselines={config.method: corrected[config].latency_us for config in rivals},
-        tokens=" and ".join(map(str, sorted(logs))),
+        note=f"the estimate, corrected by the races of {' and '.join(map(str, tokens))} tokens",
     )
 
 
 def _beside(m: int, measured: set[int]) -> list[int]:
-    """The nearest numbers of tokens on both sides that are near enough to say something."""
-    below = max((other for other in measured if other < m), default=None)
-    above = min((other for other in measured if other > m), default=None)
-    if below and above:
-        return [below, above] if above / below <= WIDEST else []
-    only = below or above
-    return [only] if only and max(only / m, m / only) <= FARTHEST else []
+    """The nearest numbers of tokens on both sides: a pair that is close enough to interpolate, else
+    those that are near."""
+    below = max((other for other in measured if other < m), default=0)
+    above = min((other for other in measured if other > m), default=0)
+    if below and above / below <= WIDEST and above:
+        return [below, above]
+    return [other for other in (below, above) if other and max(other / m, m / other) <= FARTHEST]
+
+
+def _race(rows: Sequence[Row]) -> list[Row]:
+    """The newest race in which ours ran."""
+    ran = [(row.run.utc, row.run.id) for row in rows if row.is_final_of_ours]
+    return race.newest([row for row in rows if row.good and (row.run.utc, row.run.id) in ran])
 
 
 def _log_errors(found: Sequence[Row], machine: MachineModel) -> _Logs:
     """Of each config of a race, and of the fastest variant of each baseline with a model, the
-    slowest first."""
+    fastest first."""
     logs: _Logs = {}
-    for row in sorted(found, key=lambda row: -(row.measurement.latency_us or 0.0)):
-        config = row.config
-        if isinstance(config, Baseline):
-            config = Baseline(method=config.method, chunk=config.chunk)
-            if config not in modelled(row.problem):
-                continue
-        expected_us = estimated(row.problem, config, machine).latency_us
-        logs[config] = math.log((row.measurement.latency_us or math.inf) / expected_us)
+    for row in sorted(found, key=lambda row: row.measurement.latency_us or math.inf):
+        config = plain(row.config)
+        if isinstance(config, Config) or config in modelled(row.problem):
+            expected_us = estimate(row.problem, config, machine).latency_us
+            log = math.log((row.measurement.latency_us or math.inf) / expected_us)
+            logs.setdefault(config, log)
     return logs
 
 
 def _of_ours(logs: _Logs) -> float | None:
-    """The error on the fastest of our configs, which stands last."""
-    return next((log for c, log in reversed(logs.items()) if isinstance(c, Config)), None)
+    """The error on the fastest of our configs."""
+    return next((log for config, log in logs.items() if isinstance(config, Config)), None)
 
 
 def _between(m: int, known: dict[int, float]) -> float:

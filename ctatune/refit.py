@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from ctatune import accuracy, fit
+from ctatune.accuracy import Accuracy
 from ctatune.errors import UsageError
-from ctatune.fit import Accuracy, Point
+from ctatune.fit import Point
 from ctatune.jit import kernel_hash
-from ctatune.machine_model import MachineModel, file_of, load, model_of
-from ctatune.records import PROTOCOL
+from ctatune.machine_model import DEFAULT_PLATFORM, MachineModel, document, model_of
+from ctatune.records import PROTOCOL, Phase, Platform, Regime
 from ctatune.rows import Row
-from ctatune.seed import shipped, shipped_shapes
+from ctatune.seed import shipped_rows
 from ctatune.store import Store, default_path
 
 
@@ -29,26 +30,33 @@ class Refit:
     about: str
 
 
-def refit(db: Path | None, platform: str | None, out: Path | None) -> Refit:
-    """Fit the model of a platform to the shipped and the user's races on such GPUs.
+def refit(
+    db: Path | None, platform: str | None, out: Path | None, *, phase: Phase = "final"
+) -> Refit:
+    """Fit the model of a platform to the shipped and the user's races (or screenings, by `phase`)
+    on such GPUs.
 
     `out` is the file to write (None: nothing is written).
 
     Raises: UsageError when there is too little data, or no model to start from.
     """
-    start = load(platform)
-    before = json.loads(file_of(start.platform.name).read_text(encoding="utf-8"))
-    points = fit.points(row for row in _rows(db) if row.platform.gpu == start.platform.gpu)
+    if out and (out.is_dir() or not out.parent.is_dir()):
+        raise UsageError(f"{out} is no file, or its folder is not there")
+    before = document(platform or DEFAULT_PLATFORM)
+    here = model_of(before).platform
+    points = fit.points([row for row in _rows(db) if _is_of(row, here)], phase)
     train = [point for point in points if not fit.is_held_out(point.problem)]
     held = [point for point in points if fit.is_held_out(point.problem)]
-    if not fit.ours(held):
-        raise UsageError("no shape that was measured is held out: measure more shapes")
-    document = fit.written(before, fit.calibrated(train, start, before))
-    machine = model_of(document)
+    if not 0 < len(fit.ours(held)) < len(held):
+        text = "of the held-out shapes, ours and baselines of this version are needed"
+        raise UsageError(f"too little is measured: {text}")
+    after = fit.written(before, fit.calibrated(train, before))
+    machine = model_of(after)
     errors = accuracy.held_out(train, held, machine)
     shapes = sorted({point.problem.shape for point in held})
-    document["fit"] = {
+    after["fit"] = {
         "protocol": PROTOCOL,
+        "phase": phase,
         "kernel_hash": kernel_hash(),
         "sha256_of_points": accuracy.fingerprint(points),
         "points": len(train),
@@ -57,19 +65,31 @@ def refit(db: Path | None, platform: str | None, out: Path | None) -> Refit:
         "held_out": accuracy.document(errors),
     }
     if out:
-        out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        try:
+            out.write_text(json.dumps(after, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot write {out}: {error.strerror}") from error
     about = (
-        f"{start.platform.name}: fitted to {len(train)} configs of {document['fit']['shapes']} "
+        f"{machine.platform.name}: fitted to {len(train)} configs of {after['fit']['shapes']} "
         f"shapes; errors on {len(held)} configs of {len(shapes)} others, which no fit saw"
     )
-    return Refit(machine=machine, document=document, held=held, held_out=errors, about=about)
+    return Refit(machine=machine, document=after, held=held, held_out=errors, about=about)
 
 
 def _rows(db: Path | None) -> list[Row]:
     """All that is shipped, and what the user measured."""
-    rows = [row for shape in shipped_shapes() for row in shipped(shape)]
+    rows = shipped_rows()
     path = db or default_path()
     if path.exists():
         with Store.open(path, read_only=True) as store:
             rows += store.measurements()
     return rows
+
+
+def _is_of(row: Row, machine: Platform) -> bool:
+    """Whether a row was measured on such GPUs, linked alike where there are several, under the
+    usual regime."""
+    names = ("gpu", "sm_count", "power_limit_w")
+    same = all(getattr(row.platform, name) == getattr(machine, name) for name in names)
+    linked = row.problem.gpus == 1 or row.platform.link == machine.link
+    return same and linked and row.measurement.regime == Regime()

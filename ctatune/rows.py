@@ -63,6 +63,17 @@ class Row:
         return built.hash if built else self.run.versions.get("kernel")
 
     @property
+    def good(self) -> bool:
+        """Whether it holds latencies of a verified run of outcome ok."""
+        proof = self.measurement.verification
+        return self.measurement.timed and proof is not None and proof.passed
+
+    @property
+    def is_final_of_ours(self) -> bool:
+        """Whether it is a good row of our kernel in a race."""
+        return self.good and self.measurement.phase == "final" and self.config.method == "cta"
+
+    @property
     def age(self) -> tuple[str, int, int]:
         """Sorts rows by when they were measured: rows of an older file may be stored later."""
         return self.run.utc, self.run.id, self.trial

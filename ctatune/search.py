@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ctatune import latency, limits, records, space
-from ctatune.baseline_latency import baseline_estimate, modelled
+from ctatune.baseline_latency import modelled
 from ctatune.computed import rank
 from ctatune.config import OWN_KERNEL, AnyConfig, Baseline, Config
 from ctatune.jit import kernel_hash
@@ -155,7 +155,7 @@ class Simulated:
         if isinstance(config, Config):
             predicted = simulate(self._problem, config, self._machine)
         elif config in modelled(self._problem):
-            predicted = baseline_estimate(self._problem, config, self._machine)
+            predicted = latency.estimate(self._problem, config, self._machine)
         else:
             return None, "no model of it"
         self._store.add_prediction(self._run_id, self._problem, config, predicted)

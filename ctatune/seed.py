@@ -97,6 +97,11 @@ def shipped_shapes() -> tuple[str, ...]:
     return tuple(_shipped_documents())
 
 
+def shipped_rows() -> list[Row]:
+    """All shipped measurements."""
+    return [row for shape in shipped_shapes() for row in shipped(shape)]
+
+
 @cache
 def _shipped_documents() -> dict[str, list[tuple[str, dict[str, Any]]]]:
     """The shipped lines of each shape, each with where it stands: not decoded until asked for."""

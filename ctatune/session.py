@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import platform as python_platform
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from ctatune import jit, machine_model, search
+from ctatune import calibrate, jit, machine_model, search
 from ctatune.choice import Choice, choose
 from ctatune.errors import DeviceError, UsageError
 from ctatune.machine_model import MachineModel
@@ -68,6 +69,25 @@ class Session:
         )
         search.search(problem, judge, machine, report, trials=trials, seconds=seconds, race=race)
         return choose(problem, self._path, self._platform.name)
+
+    def calibrate(self, gpus: int, report: Callable[[Problem, int], None], seconds: float) -> None:
+        """Screen the plan of every shape of `calibrate.problems` until time is up.
+
+        What is stored is not measured again. `report` hears of each shape and of how many configs
+        were timed. Raises: UsageError without a GPU.
+        """
+        if self._worker is None:
+            raise UsageError("a calibration needs GPUs")
+        end = time.monotonic() + seconds
+        for problem in calibrate.problems(gpus):
+            judge = search.Hardware(problem, self._store, self._run_id, self._worker, self._machine)
+            known, timed = judge.known(), 0
+            for config in calibrate.plan(problem):
+                if time.monotonic() > end:
+                    return
+                if config not in known:
+                    timed += judge.trial(config)[0] is not None
+            report(problem, timed)
 
 
 @contextmanager

@@ -91,7 +91,8 @@ def default_config(problem: Problem) -> Config:
         columns = problem.h // problem.gpus
         wide = columns >= 64 * 128 and rows != 32  # half as many tiles, each in two parts, suffice
         direct = rows < 128
-        family = Family(rows, 128 if wide else 64, 2 if wide or direct else 1, 2, False, direct)
+        slabs = 2 if wide or direct else 1
+        family = Family(rows, 128 if wide else 64, slabs, split_k=2, direct=direct)
         return family.config(stage_split=split)
     pace_us = (8.0 if m >= 1024 else 4.0) if problem.gpus > 1 else 0.0
     if m <= 512:
@@ -104,11 +105,12 @@ def default_config(problem: Problem) -> Config:
 
 
 def default_pipeline(problem: Problem) -> Config:
-    """The pure pipeline to run when nothing is known: panels as small as full tiles allow."""
+    """The pure pipeline of two GPUs or more to run when nothing is known: small panels."""
     m, pairs = problem.m, -(-problem.m // 128) % 2 == 0
     if m <= 256:
         return replace(default_config(problem), mix=0.0)
-    family = Family(128, *((128, 2) if m <= 2048 else (256, 4)), multicast=pairs)
+    n, slabs = (128, 2) if m <= 2048 else (256, 4)
+    family = Family(128, n, slabs, multicast=pairs)
     group = 2 if m <= 4096 else 4
     return family.config(
         up_group=group,

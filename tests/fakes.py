@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from dataclasses import replace
@@ -11,15 +10,14 @@ from ctatune.config import OWN_KERNEL, AnyConfig, Config
 from ctatune.errors import DeviceError
 from ctatune.fit import prior_model
 from ctatune.jit import kernel_hash
-from ctatune.machine_model import MachineModel, file_of, load
+from ctatune.machine_model import DEFAULT_PLATFORM, MachineModel, document, load
 from ctatune.problem import Problem
 from ctatune.records import KernelBuild, Measurement, Platform, Verification
 
 
 def design_machine() -> MachineModel:
     """The machine as single experiments described it, before any fit."""
-    machine = load()
-    return prior_model(machine, json.loads(file_of(machine.platform.name).read_text()))
+    return prior_model(document(DEFAULT_PLATFORM))
 
 
 class FakeBench:

@@ -18,7 +18,7 @@ from test_seed import BUILD, CONFIG, GOOD, PROBLEM, PROOF, begin
 import ctatune.choice
 import ctatune.seed
 from ctatune import jit, known, latency, limits, machine_model, space
-from ctatune.baseline_latency import baseline_estimate, modelled
+from ctatune.baseline_latency import modelled
 from ctatune.choice import Choice
 from ctatune.config import AnyConfig, Baseline, parse_config
 from ctatune.errors import NoAnswer, StoreError, UsageError
@@ -353,7 +353,7 @@ def test_without_measurements_the_estimate_answers(db):
     assert choice.config == configs[predicted.index(lowest)]
     assert (choice.latency_us, choice.interval_us) == (lowest.latency_us, lowest.interval_us)
     assert (choice.source, choice.verified) == ("predicted", False)
-    rivals = {b.method: baseline_estimate(PROBLEM, b, MACHINE) for b in modelled(PROBLEM)}
+    rivals = {b.method: latency.estimate(PROBLEM, b, MACHINE) for b in modelled(PROBLEM)}
     assert choice.baselines == {method: rival.latency_us for method, rival in rivals.items()}
     assert set(rivals) == {"single", "tp", "tp_twoshot"}
     assert not db.exists()

@@ -81,15 +81,15 @@ def test_fewer_gpus_than_asked_for(tmp_path, monkeypatch):
 
 @without_gpu
 def test_a_search_without_gpu_says_that_it_simulates(tmp_path):
-    path = tmp_path / "x.db"
-    result = ctatune("search", *SHAPE, "--trials", 4, "--db", path, "--json")
+    path, shape = tmp_path / "x.db", ["--shape", "1280x1024x2048", "--gpus", 2]
+    result = ctatune("search", *shape, "--trials", 4, "--db", path, "--json")
     assert result.exit_code == 0, result.output
     assert result.stderr.count("simulating nvidia-h200-nv18") == 1
     document = json.loads(result.stdout)
     assert document["source"] == "simulated"
     with Store.open(path) as store:
         assert store.measurements() == []
-    again = json.loads(ctatune("best", *SHAPE, "--db", path, "--json").stdout)
+    again = json.loads(ctatune("best", *shape, "--db", path, "--json").stdout)
     assert (again["config"], again["source"]) == (document["config"], "simulated")
 
 

@@ -9,7 +9,6 @@ from fakes import design_machine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctatune.baseline_latency import baseline_estimate
 from ctatune.config import Baseline, Config, Tile
 from ctatune.latency import estimate, roofline_us
 from ctatune.limits import default_split
@@ -78,9 +77,7 @@ def test_wide_hidden_layer_is_near_the_design(predict, m: int, measured_us: floa
 
 @pytest.mark.parametrize(("m", "measured_us"), SINGLE.items())
 def test_single_is_near_the_design(m: int, measured_us: float) -> None:
-    assert baseline_estimate(square(m), ONE, MACHINE).latency_us == pytest.approx(
-        measured_us, rel=0.1
-    )
+    assert estimate(square(m), ONE, MACHINE).latency_us == pytest.approx(measured_us, rel=0.1)
 
 
 @st.composite
@@ -120,7 +117,7 @@ def test_estimate_is_above_the_roofline(case: tuple[Problem, Config]) -> None:
     assert predicted.latency_us > roofline_us(problem, MACHINE, problem.gpus)
     low_us, high_us = predicted.interval_us
     assert low_us < predicted.latency_us < high_us
-    assert baseline_estimate(problem, ONE, MACHINE).latency_us > roofline_us(problem, MACHINE, 1)
+    assert estimate(problem, ONE, MACHINE).latency_us > roofline_us(problem, MACHINE, 1)
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,0 +1,101 @@
+"""The commands about data and models: `calibrate`, `fit`, `export`, `merge`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from ctatune.errors import UsageError
+from ctatune.options import command_line, common_options, db_option, seconds_of
+from ctatune.problem import Problem
+
+
+@click.command()
+@click.option("--gpus", type=int, required=True, help="Number of GPUs to use.")
+@click.option("--time", "time_text", default="10m", show_default=True, help="Start none after it.")
+@db_option
+def calibrate(gpus: int, time_text: str, db: Path | None) -> None:
+    """Screen configs of many shapes, for `fit --screened`; the same command goes on."""
+    from ctatune import session
+
+    def show(problem: Problem, timed: int) -> None:
+        click.echo(f"{problem.shape}: {timed} configs timed")
+
+    with session.open_session(gpus, db, None, command_line()) as opened:
+        opened.calibrate(gpus, show, seconds_of(time_text))
+
+
+@click.command()
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Write the fitted model to this file, such as one of `models/`.",
+)
+@click.option(
+    "--plot",
+    "plot_path",
+    type=click.Path(path_type=Path),
+    help="Image of estimated over measured latency of the shapes that no fit saw.",
+)
+@click.option("--screened", is_flag=True, help="Fit screenings (`calibrate`) instead of races.")
+@common_options
+def fit(
+    out: Path | None,
+    plot_path: Path | None,
+    screened: bool,
+    db: Path | None,
+    platform: str | None,
+    as_json: bool,
+) -> None:
+    """Fit the latency models to all races that are known, and say how wrong they are elsewhere."""
+    from ctatune import accuracy, race, refit
+
+    if plot_path:
+        race.check_plot(plot_path)
+    fitted = refit.refit(db, platform, out, phase="screen" if screened else "final")
+    if plot_path:
+        accuracy.plot(fitted.held, fitted.machine, plot_path)
+    if as_json:
+        click.echo(json.dumps(fitted.document["fit"], indent=2))
+        return
+    click.echo(f"{fitted.about}\n")
+    click.echo(f"{accuracy.table(fitted.held_out)}\n")
+    click.echo(accuracy.groups(fitted.held, fitted.machine))
+
+
+@click.command()
+@common_options
+def export(db: Path | None, platform: str | None, as_json: bool) -> None:
+    """Print every measurement as a JSON line, sorted: what `db/measurements` ships."""
+    from ctatune.seed import export_lines
+    from ctatune.store import Store, default_path
+
+    with Store.open(db or default_path(), read_only=True) as store:
+        lines = list(export_lines(store, platform=platform))
+    if as_json:
+        click.echo("[" + ",\n".join(lines) + "]")
+    elif lines:
+        click.echo("\n".join(lines))
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@db_option
+def merge(files: tuple[Path, ...], db: Path | None) -> None:
+    """Add exported JSON lines to your database; rows that it has are not added twice."""
+    from ctatune.seed import import_lines
+    from ctatune.store import Store, default_path
+
+    with Store.open(db or default_path()) as store:
+        for path in files:
+            try:
+                lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            except OSError as error:
+                raise UsageError(f"cannot read {path}: {error.strerror}") from error
+            done = import_lines(store, lines, origin=str(path))
+            click.echo(f"{path}: {done.added} added, {done.known} known, {done.damaged} damaged")
+
+
+COMMANDS = (calibrate, fit, export, merge)

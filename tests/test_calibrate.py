@@ -1,0 +1,67 @@
+"""The plan of a calibration, and that it goes on where it was stopped."""
+
+from functools import partial
+
+import pytest
+from fakes import FakeBench
+
+from ctatune import calibrate, session
+from ctatune.config import Baseline, Config
+from ctatune.errors import UsageError
+from ctatune.fit import is_held_out, points
+from ctatune.limits import why_invalid
+from ctatune.machine_model import family
+from ctatune.store import Store
+from ctatune.worker import Worker
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_plan_is_valid_mixed_and_the_same_each_day(gpus):
+    problems = calibrate.problems(gpus)
+    assert problems == calibrate.problems(gpus)
+    assert len(set(problems)) >= 40
+    assert 0.15 < sum(map(is_held_out, problems)) / len(problems) < 0.4
+    total = 0
+    for problem in problems[:12]:
+        plan = calibrate.plan(problem)
+        ours = [config for config in plan if isinstance(config, Config)]
+        assert plan == calibrate.plan(problem)
+        assert len(set(plan)) == len(plan)
+        assert len({family(config) for config in ours}) >= 2
+        assert not any(why_invalid(config, problem) for config in ours)
+        assert Baseline(method="single") in plan
+        total += len(ours)
+    assert total * len(problems) / 12 >= 600
+
+
+def test_a_calibration_goes_on_and_its_screenings_can_be_fitted(tmp_path, monkeypatch):
+    path = tmp_path / "x.db"
+    monkeypatch.setattr(session, "gpu_count", lambda: 2)
+    monkeypatch.setattr(session, "Worker", lambda _: Worker(2, partial(FakeBench, "")))
+    monkeypatch.setattr(calibrate, "TOKENS", (4096,))
+    monkeypatch.setattr(calibrate, "WEIGHTS", ((4096, 4096), (8192, 8192)))
+    heard: list[int] = []
+
+    def run() -> None:
+        with session.open_session(2, path, None, "test") as opened:
+            opened.calibrate(2, lambda _, timed: heard.append(timed), 60.0)
+
+    run()
+    assert heard == [len(calibrate.plan(problem)) for problem in calibrate.problems(2)]
+    run()
+    assert heard[2:] == [0, 0]
+    with Store.open(path, read_only=True) as store:
+        rows = store.measurements()
+    assert len(rows) == sum(heard)
+    assert points(rows) == []
+    screened = points(rows, "screen")
+    assert len(screened) == sum(heard) - 2  # rowsplit has no model
+
+
+def test_a_calibration_needs_gpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "gpu_count", lambda: 0)
+    with (
+        session.open_session(2, tmp_path / "x.db", None, "test") as opened,
+        pytest.raises(UsageError, match="a calibration needs GPUs"),
+    ):
+        opened.calibrate(2, lambda *_: None, 60.0)
