@@ -148,9 +148,8 @@ def results() -> str:
         "latency against the opponent's. `load`: the part of the time for which the GPUs were kept "
         "busy between the rounds of the race (all of it would be sustained load). `TP screened`: "
         "the best tensor-parallel form in the screening before the race, where each method keeps "
-        "the GPUs as busy as its host can, and our best screening against it. `best` and `bench "
-        "--stored` show a table again with the `--platform` that it names. Every method of every race, with "
-        "intervals and joules: [docs/results.md](docs/results.md).\n"
+        "the GPUs as busy as its host can, and our best screening against it. Every method "
+        "of every race, with intervals and joules: [docs/results.md](docs/results.md).\n"
     )
     return "\n".join([head, summary(found), "![latency over tokens](docs/latency.png)\n"])
 

@@ -130,6 +130,8 @@ def _measured(
         timed = [row for row in timed if row.run == newest]
     won, tied = _winner(able)
     notes = ["screened, not raced"] if phase == "screen" else []
+    if won.platform.name != wanted["platform"]:
+        notes.append(f"measured on {won.platform.name}, whose GPU is the same")
     if no_kernel:
         notes.append(no_kernel)
     elif tied:

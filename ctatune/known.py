@@ -18,7 +18,8 @@ from ctatune.rows import PredictionRow, Row
 from ctatune.seed import shipped, shipped_shapes
 from ctatune.store import Store, default_path
 
-PLATFORM_COLUMNS = ("link", "sm_count", "power_limit_w", "driver", "cuda")  # move a latency too
+PLATFORM_COLUMNS = ("gpu", "link", "sm_count", "power_limit_w", "driver", "cuda")
+LINK_COLUMNS = ("platform", "link")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +65,12 @@ def platform_of(user: UserRows, name: str | None) -> dict[str, Any]:
 
 
 def identity(platform: Platform) -> dict[str, Any]:
+    """What of a platform moves a latency."""
     return {"platform": platform.name} | {c: getattr(platform, c) for c in PLATFORM_COLUMNS}
 
 
 def user_rows(path: Path, problem: Problem) -> UserRows:
+    """What a database holds about the weights of a problem; no file is an empty one."""
     with suppress(PermissionError):  # the store says it better
         if not path.exists():
             return UserRows()
@@ -88,12 +91,14 @@ def wanted_of(problem: Problem, platform: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(row: Row, wanted: dict[str, Any]) -> list[str]:
+    """What keeps a row from answering. Links, which name platforms too, mean nothing to one GPU."""
     have = wanted_of(row.problem, identity(row.platform))
     have |= {"regime": str(row.measurement.regime), "protocol": row.protocol}
     built = row.kernel_hash or row.measurement.outcome == "ok"  # else a failure of any version
     if row.config.method in OWN_KERNEL and built:
         have["kernel_hash"] = row.kernel_hash
-    unequal = [name for name in wanted if have[name] != wanted[name]]
+    linked = wanted["gpus"] > 1 or have["gpu"] != wanted.get("gpu")
+    unequal = [n for n in wanted if have[n] != wanted[n] and (linked or n not in LINK_COLUMNS)]
     return [f"{name} differs (row {have[name]}, now {wanted[name]})" for name in unequal]
 
 

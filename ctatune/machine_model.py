@@ -235,8 +235,9 @@ def load(name: str | None = None) -> MachineModel:
 
 @cache
 def _model(name: str) -> MachineModel:
+    found = document(name)
     try:
-        return model_of(document(name))
+        return model_of(found)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UsageError(f"the model of {name} is damaged: {error}") from error
 

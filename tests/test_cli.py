@@ -154,6 +154,19 @@ def test_a_stored_race_is_shown_without_a_gpu(tmp_path):
     assert (result.exit_code, result.stdout) == (3, "8x8x8x8: no race is stored\n")
 
 
+def test_one_gpu_has_no_link(tmp_path):
+    """What is shipped of one GPU was measured on a machine with another link, and name."""
+    asked = ("--shape", "4096x8192x8192", "--gpus", 1, "--db", tmp_path / "none.db", "--json")
+    usual, named = (
+        json.loads(ctatune("best", *asked, *more).stdout)
+        for more in ((), ("--platform", "nvidia-h200-pcie"))
+    )
+    assert usual["source"] == named["source"] == "measured"
+    assert usual["latency_us"] == named["latency_us"]
+    assert "measured on nvidia-h200-pcie, whose GPU is the same" in usual["note"]
+    assert "measured on" not in named["note"]
+
+
 def test_what_is_shipped_of_this_kernel_is_an_answer(tmp_path):
     arguments = ["--shape", "4096x8192x8192", "--gpus", 1, "--platform", "nvidia-h200-pcie"]
     arguments += ["--db", tmp_path / "x.db", "--json"]
