@@ -55,8 +55,8 @@ class Choice:
 
 
 def choose(problem: Problem, db: Path | None, platform: str | None) -> Choice:
-    """The fastest config known for a problem: measured, else
-    by races of other numbers of tokens, else simulated, else estimated.
+    """The fastest config known for a problem: measured, else by races of other numbers of tokens,
+    else simulated, else estimated.
 
     `db` is the user's database (None: `default_path()`; no file: empty), the shipped measurements
     lie under it. Without `platform` it is the only one that the user measured, or the shipped one.

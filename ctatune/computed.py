@@ -13,23 +13,23 @@ from ctatune.machine_model import MachineModel
 from ctatune.problem import Problem
 from ctatune.records import Prediction
 from ctatune.rows import PredictionRow
+from ctatune.simulate import SIMULATOR
 from ctatune.space import candidates
 
 
 def fastest_simulated(
     problem: Problem, machine: MachineModel, rows: Sequence[PredictionRow], failed: set[AnyConfig]
 ) -> tuple[Config, Prediction] | None:
-    """The fastest config that the newest simulator in the user's database saw."""
+    """The fastest config in the user's database that the simulator of today saw."""
     pairs = [
         (row.config, row.prediction)
         for row in rows
         if isinstance(row.config, Config)
-        and row.prediction.model.startswith("simulator")
+        and row.prediction.model == SIMULATOR
         and row.config not in failed
         and why_invalid(row.config, problem, sm_count=machine.platform.sm_count) is None
     ]
-    newest = [pair for pair in pairs if pair[1].model == pairs[-1][1].model]
-    return min(newest, key=lambda pair: pair[1].latency_us, default=None)
+    return min(pairs, key=lambda pair: pair[1].latency_us, default=None)
 
 
 def fastest_estimated(

@@ -84,7 +84,7 @@ def _beside(m: int, measured: set[int]) -> list[int]:
     those that are near."""
     below = max((other for other in measured if other < m), default=0)
     above = min((other for other in measured if other > m), default=0)
-    if below and above / below <= WIDEST and above:
+    if below and above and above / below <= WIDEST:
         return [below, above]
     return [other for other in (below, above) if other and max(other / m, m / other) <= FARTHEST]
 

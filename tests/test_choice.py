@@ -25,6 +25,7 @@ from ctatune.errors import NoAnswer, StoreError, UsageError
 from ctatune.problem import Problem
 from ctatune.records import Measurement, Prediction, Regime
 from ctatune.seed import export_lines, forget_shipped
+from ctatune.simulate import SIMULATOR
 from ctatune.store import Store
 
 MACHINE = machine_model.load(None)
@@ -82,7 +83,7 @@ def best(shape: str = PROBLEM.shape, gpus: int = 2, **asked: Any) -> Choice:
 
 
 def simulate(
-    db: Path, latency_us: float, config: AnyConfig = OTHER, model: str = "simulator-1"
+    db: Path, latency_us: float, config: AnyConfig = OTHER, model: str = SIMULATOR
 ) -> None:
     interval_us = (latency_us / 2, latency_us * 2)
     prediction = Prediction(latency_us=latency_us, interval_us=interval_us, model=model)
@@ -371,9 +372,9 @@ def test_a_simulation_goes_before_the_estimate_and_is_never_measured(db):
     choice = best()
     assert (choice.source, choice.verified) == ("simulated", False)
     assert (choice.config, choice.latency_us, choice.interval_us) == (CONFIG, 20.0, (10.0, 40.0))
-    assert "computed by simulator-1" in choice.note
-    simulate(db, 25.0, model="simulator-2")
-    assert best().latency_us == 25.0
+    assert f"computed by {SIMULATOR}" in choice.note
+    simulate(db, 1.0, model="simulator-1")  # of an older version
+    assert best().latency_us == 20.0
     run(db, (OTHER, measured(1e6)))
     assert (best().source, best().latency_us) == ("measured", 1e6)
 
@@ -384,6 +385,17 @@ def test_a_config_that_failed_here_is_not_predicted(db):
     simulate(db, 1.0, OTHER)
     assert best().source == "predicted"
     assert best().config not in (first, OTHER)
+
+
+def test_a_baseline_is_predicted_where_it_is_faster_and_did_not_fail(db):
+    problem = Problem(m=300, k=8192, h=28672, n=8192, gpus=2)
+    found = ctatune.best(problem.shape, gpus=2, platform=HERE.name)
+    assert (found.source, found.config) == ("predicted", Baseline(method="tp_twoshot"))
+    failed = [Baseline(method="tp", nccl="ring/ll"), Baseline(method="tp_twoshot", graph=True)]
+    wrong = measured(outcome="wrong", phase="screen")
+    run(db, *((config, wrong) for config in failed), problem=problem)
+    ctatune.refresh()
+    assert ctatune.best(problem.shape, gpus=2, platform=HERE.name).method == "cta"
 
 
 def test_what_cannot_run_has_no_answer():
