@@ -90,7 +90,7 @@ def held_out(
 def document(found: dict[str, Accuracy]) -> dict[str, dict[str, float]]:
     """Plain values, rounded, for a model file."""
     return {
-        name: {k: round(v, 4) for k, v in asdict(errors).items() if v is not None}
+        name: {k: round(v, 6) for k, v in asdict(errors).items() if v is not None}
         for name, errors in found.items()
     }
 

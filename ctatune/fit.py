@@ -31,7 +31,7 @@ from ctatune.simulate import simulate
 HELD_OUT_PART = FOLDS = 4
 OFFSET_LOG_SIGMA = 0.05  # of a family, before anything is known of it
 NOISE_LOG_SIGMA = 0.03  # of a measured latency around a model of this form
-EVALUATIONS = 20  # the kinks of max() keep it from converging; more gains nothing (100: 0.03 %)
+EVALUATIONS = 10  # the kinks of max() keep it from converging; 20 and 100 gain nothing
 SIZES = ("m", "k", "h", "n", "gpus")
 _MOST = {"wave_softness": 1.0, "droop_fraction": 0.6}
 _PEAKS = {

@@ -226,10 +226,7 @@ def wgmma_rows(tile: Tile) -> int:
 
 
 def load(name: str | None = None) -> MachineModel:
-    """The model of a platform by its name; the default one when None.
-
-    Raises: UsageError when no file of `models/` is of that platform; it names those that are.
-    """
+    """The model of a platform (None: the default one). Raises: UsageError as `document` does."""
     return _model(DEFAULT_PLATFORM if name is None else name)
 
 
