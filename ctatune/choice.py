@@ -6,21 +6,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from ctatune.config import AnyConfig, Baseline
+from ctatune.config import AnyConfig
 from ctatune.errors import NoAnswer, UsageError
 from ctatune.known import alike, differences, of_weights, platform_of, user_rows, wanted_of
 from ctatune.limits import why_invalid
-from ctatune.machine_model import MachineModel, load
+from ctatune.machine_model import load
 from ctatune.problem import Output, Problem
-from ctatune.records import Phase, Prediction
+from ctatune.records import Phase, Source
 from ctatune.rows import PredictionRow, Row
 from ctatune.seed import shipped
 from ctatune.space import answers, candidates, default_config
 from ctatune.store import default_path
-
-Source = Literal["measured", "neighbour", "simulated", "predicted"]
 
 # Our kernel first: its result is bit for bit that of one GPU, and a call is one launch a GPU.
 TIE_ORDER = ("cta", "tp", "tp_twoshot", "microbatch", "microbatch_cta", "single")
@@ -75,9 +73,7 @@ def choose(problem: Problem, db: Path | None, platform: str | None) -> Choice:
     why = _why_not_measured(wanted, (*user.of_tokens(problem.m), *shipped(problem.shape)))
     near = of_weights(problem, user, wanted)
     failed |= {row.config for row in near if row.measurement.outcome == "wrong"}
-    if choice := _neighbour(problem, wanted, near, failed, why):
-        return choice
-    return _computed(problem, wanted, user.predictions, failed, why)
+    return _computed(problem, wanted, near, user.predictions, failed, why)
 
 
 def _failed(same: Sequence[Row]) -> set[AnyConfig]:
@@ -198,101 +194,37 @@ def _why_not_measured(wanted: dict[str, Any], rows: Sequence[Row]) -> str:
     return f"measured rows exist but {fault}"
 
 
-def _neighbour(
+def _computed(
     problem: Problem,
     wanted: dict[str, Any],
-    rows: Sequence[Row],
+    near: Sequence[Row],
+    predictions: Sequence[PredictionRow],
     failed: set[AnyConfig],
     why: str,
-) -> Choice | None:
-    """What the nearest measured numbers of tokens say, where there are any."""
-    from ctatune import neighbours  # late: it imports NumPy
+) -> Choice:
+    """What the nearest measured numbers of tokens say, else simulations, else the estimate."""
+    from ctatune import computed, neighbours  # late: they import NumPy
 
     try:
-        machine = load(wanted["platform"])
-    except UsageError:
-        return None
-    found = neighbours.decide(problem, rows, machine, failed)
+        machine = load(wanted["platform"]).for_gpus(problem.gpus)
+    except UsageError as error:
+        raise NoAnswer(f"{why}; nothing can be computed: {error}") from error
+    found = neighbours.decide(problem, near, machine, failed)
+    found = found or computed.decide(problem, machine, predictions, failed)
     if found is None:
-        return None
+        reason = why_invalid(default_config(problem), problem, sm_count=machine.platform.sm_count)
+        raise NoAnswer(f"no config can run {problem.shape}: {reason or 'each one failed'}")
     return _choice(
         problem,
         wanted,
         found.config,
         latency_us=found.prediction.latency_us,
         interval_us=found.prediction.interval_us,
-        source="neighbour",
+        source=found.source,
         verified=False,
         baselines=found.baselines,
-        note="; ".join([f"{why}; {found.note}", *_outside(problem, machine)]),
+        note="; ".join([why, *found.notes]),
     )
-
-
-def _computed(
-    problem: Problem,
-    wanted: dict[str, Any],
-    predictions: Sequence[PredictionRow],
-    failed: set[AnyConfig],
-    why: str,
-) -> Choice:
-    """The fastest config by the user's simulations, else by the estimate; never a failed one."""
-    from ctatune import computed  # late: it imports NumPy
-
-    try:
-        machine = load(wanted["platform"]).for_gpus(problem.gpus)
-    except UsageError as error:
-        raise NoAnswer(f"{why}; nothing can be computed: {error}") from error
-    name = machine.platform.name
-    predictions = [row for row in predictions if row.run.platform.name == name]
-    simulated = computed.fastest_simulated(problem, machine, predictions, failed)
-    found: tuple[AnyConfig, Prediction] | None
-    found = simulated or computed.fastest_estimated(problem, machine, failed)
-    rivals = computed.rivals(problem, machine)
-    lost = {config.method for config in failed if isinstance(config, Baseline)}
-    able = {b: p for b, p in rivals.items() if b.method not in lost and answers(b, problem.gpus)}
-    best = min(able, key=lambda b: able[b].latency_us, default=None)
-    if found and best and able[best].latency_us < found[1].latency_us:
-        found, simulated = (best, able[best]), None
-    if found is None:
-        reason = why_invalid(default_config(problem), problem, sm_count=machine.platform.sm_count)
-        raise NoAnswer(f"no config can run {problem.shape}: {reason or 'each one failed'}")
-    config, prediction = found
-    return _choice(
-        problem,
-        wanted,
-        config,
-        latency_us=prediction.latency_us,
-        interval_us=prediction.interval_us,
-        source="simulated" if simulated else "predicted",
-        verified=False,
-        baselines={
-            baseline.method: rival.latency_us
-            for baseline, rival in sorted(rivals.items(), key=lambda pair: -pair[1].latency_us)
-        },
-        note="; ".join(filter(None, [why, *_doubts(problem, machine, prediction, rivals)])),
-    )
-
-
-def _doubts(
-    problem: Problem,
-    machine: MachineModel,
-    prediction: Prediction,
-    rivals: dict[Baseline, Prediction],
-) -> list[str]:
-    """What a person should know of a computed latency."""
-    said = [f"computed by {prediction.model}, which knows no micro-batches"]
-    said += _outside(problem, machine)
-    if rivals[Baseline(method="single")].latency_us < prediction.latency_us:
-        said.append("one GPU alone is faster")
-    return said
-
-
-def _outside(problem: Problem, machine: MachineModel) -> list[str]:
-    """Where a problem lies outside of what the model was fitted to."""
-    if machine.covers(problem):
-        return []
-    sizes = ", ".join(f"{name} {low} .. {high}" for name, low, high in machine.ranges)
-    return [f"outside of what it was fitted to ({sizes})"]
 
 
 def _choice(problem: Problem, wanted: dict[str, Any], config: AnyConfig, **rest: Any) -> Choice:

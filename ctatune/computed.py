@@ -1,8 +1,9 @@
-"""The space ranked by a model, and the fastest config for a problem that nobody measured."""
+"""Answers that nobody measured, by simulations or by the first estimate; and the ranked space."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from ctatune import latency
@@ -11,38 +12,101 @@ from ctatune.config import AnyConfig, Baseline, Config
 from ctatune.limits import why_invalid
 from ctatune.machine_model import MachineModel
 from ctatune.problem import Problem
-from ctatune.records import Prediction
+from ctatune.records import Prediction, Source
 from ctatune.rows import PredictionRow
 from ctatune.simulate import SIMULATOR
-from ctatune.space import candidates
+from ctatune.space import answers, candidates
+
+_Predictions = Mapping[AnyConfig, Prediction]
 
 
-def fastest_simulated(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computed:
+    """The config to run, what it takes, what baselines take, and what a person should know."""
+
+    config: AnyConfig
+    prediction: Prediction
+    source: Source
+    baselines: dict[str, float]
+    notes: list[str]
+
+
+def decide(
+    problem: Problem,
+    machine: MachineModel,
+    predictions: Sequence[PredictionRow],
+    failed: set[AnyConfig],
+) -> Computed | None:
+    """The fastest config by the user's simulations, else by the estimate, or a baseline that has a
+    model and is faster; never one that failed. None when nothing of ours can run."""
+    found = _simulated(problem, machine, predictions, failed)
+    source: Source = "simulated" if found else "predicted"
+    found = found or _estimated(problem, machine, failed)
+    if not found:
+        return None
+    rivals: dict[AnyConfig, Prediction] = {
+        baseline: latency.estimate(problem, baseline, machine) for baseline in modelled(problem)
+    }
+    every = found | rivals
+    best = fastest(problem, every, failed)
+    assert best is not None  # ours did not fail
+    prediction = every[best]
+    notes = [f"computed by {prediction.model}, which knows no micro-batches"]
+    if rivals[Baseline(method="single")].latency_us < prediction.latency_us:
+        notes.append("one GPU alone is faster")
+    return Computed(
+        config=best,
+        prediction=prediction,
+        source=source if best in found else "predicted",
+        baselines=of_baselines(rivals),
+        notes=notes + outside(problem, machine),
+    )
+
+
+def fastest(
+    problem: Problem, predictions: _Predictions, failed: set[AnyConfig]
+) -> AnyConfig | None:
+    """The fastest of those that may answer; of a method that failed in any variant none may."""
+    lost = {c.method if isinstance(c, Baseline) else c for c in failed}
+    able = [c for c in predictions if answers(c, problem.gpus) and not lost & {c, c.method}]
+    return min(able, key=lambda config: predictions[config].latency_us, default=None)
+
+
+def of_baselines(predictions: _Predictions) -> dict[str, float]:
+    """Latencies of baselines by method, the slowest first."""
+    found = [(p.latency_us, c.method) for c, p in predictions.items() if isinstance(c, Baseline)]
+    return {method: latency_us for latency_us, method in sorted(found, reverse=True)}
+
+
+def outside(problem: Problem, machine: MachineModel) -> list[str]:
+    """Where a problem lies outside of what the model was fitted to."""
+    if machine.covers(problem):
+        return []
+    sizes = ", ".join(f"{name} {low} .. {high}" for name, low, high in machine.ranges)
+    return [f"outside of what it was fitted to ({sizes})"]
+
+
+def _simulated(
     problem: Problem, machine: MachineModel, rows: Sequence[PredictionRow], failed: set[AnyConfig]
-) -> tuple[Config, Prediction] | None:
-    """The fastest config in the user's database that the simulator of today saw."""
-    pairs = [
-        (row.config, row.prediction)
+) -> dict[AnyConfig, Prediction]:
+    """What today's simulator said of such a machine and of configs that can run."""
+    return {
+        row.config: row.prediction
         for row in rows
         if isinstance(row.config, Config)
+        and row.run.platform.name == machine.platform.name
         and row.prediction.model == SIMULATOR
         and row.config not in failed
         and why_invalid(row.config, problem, sm_count=machine.platform.sm_count) is None
-    ]
-    return min(pairs, key=lambda pair: pair[1].latency_us, default=None)
+    }
 
 
-def fastest_estimated(
+def _estimated(
     problem: Problem, machine: MachineModel, failed: set[AnyConfig]
-) -> tuple[Config, Prediction] | None:
+) -> dict[AnyConfig, Prediction]:
     """The fastest config by the first estimate, of all valid ones that did not fail."""
     config = next((c for c in rank(problem, machine) if c not in failed), None)
-    return config and (config, latency.estimate(problem, config, machine))
-
-
-def rivals(problem: Problem, machine: MachineModel) -> dict[Baseline, Prediction]:
-    """The baselines that have a model, by the first estimate."""
-    return {b: latency.estimate(problem, b, machine) for b in modelled(problem)}
+    return {config: latency.estimate(problem, config, machine)} if config else {}
 
 
 @lru_cache(maxsize=256)

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ctatune import race
 from ctatune.baseline_latency import modelled, plain
-from ctatune.config import AnyConfig, Baseline, Config
+from ctatune.computed import Computed, fastest, of_baselines, outside
+from ctatune.config import AnyConfig, Config
 from ctatune.latency import estimate, predicted
 from ctatune.limits import why_invalid
 from ctatune.machine_model import MachineModel
 from ctatune.problem import Problem
 from ctatune.records import Prediction
 from ctatune.rows import Row
-from ctatune.space import answers, default_config
+from ctatune.space import default_config
 
 FARTHEST = 2.0  # factor in tokens from a race without one near on the other side
 WIDEST = 4.0  # factor in tokens between the races on both sides
@@ -28,19 +28,9 @@ WIDEST = 4.0  # factor in tokens between the races on both sides
 _Logs = dict[AnyConfig, float]  # log of measured over estimated latency
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Neighbour:
-    """The config to run, what it takes, what baselines take, and whose races say so."""
-
-    config: AnyConfig
-    prediction: Prediction
-    baselines: dict[str, float]
-    note: str
-
-
 def decide(
     problem: Problem, rows: Sequence[Row], machine: MachineModel, failed: set[AnyConfig]
-) -> Neighbour | None:
+) -> Computed | None:
     """The fastest by its corrected estimate of what raced beside a problem, and of the default,
     which is corrected like the fastest of ours; None without races of ours.
 
@@ -63,19 +53,19 @@ def decide(
         log = _between(problem.m, known or ours)
         latency_us = estimate(problem, config, machine).latency_us * math.exp(log)
         corrected[config] = predicted(problem, latency_us, machine)
-    lost = {c.method if isinstance(c, Baseline) else c for c in failed}
-    able = [c for c in corrected if answers(c, problem.gpus) and not lost & {c, c.method}]
-    best = min(able, key=lambda config: corrected[config].latency_us, default=None)
+    best = fastest(problem, corrected, failed)
     if best is None:
         return None
-    rivals = sorted(
-        (c for c in corrected if isinstance(c, Baseline)), key=lambda c: -corrected[c].latency_us
-    )
-    return Neighbour(
+    races_of = " and ".join(map(str, tokens))
+    return Computed(
         config=best,
         prediction=corrected[best],
-        baselines={config.method: corrected[config].latency_us for config in rivals},
-        note=f"the estimate, corrected by the races of {' and '.join(map(str, tokens))} tokens",
+        source="neighbour",
+        baselines=of_baselines(corrected),
+        notes=[
+            f"the estimate, corrected by the races of {races_of} tokens",
+            *outside(problem, machine),
+        ],
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Outcome = Literal["ok", "invalid", "compile_error", "launch_error", "wrong", "timeout", "throttled"]
+Source = Literal["measured", "neighbour", "simulated", "predicted"]  # of an answer
 Phase = Literal["screen", "final", "control"]  # control: the second entry of one in a final
 # Version of the measurement protocol; a change makes older rows incomparable. 2: all contestants of
 # a race load for the same part of the time, and eight operand sets rotate.
