@@ -3,6 +3,7 @@
 Run it after new measurements were shipped: `python benchmarks/readme.py`. A test compares.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -124,6 +125,16 @@ def cells(lines: Sequence[race.Line], ours: race.Line) -> tuple[str, ...]:
     )
 
 
+def ranges(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The percentages of each column of a table of several races, least and greatest."""
+    found = []
+    for name, *column in zip(head, *rows, strict=True):
+        parts = [int(part) for text in column for part in re.findall(r"([+-]?\d+)%", text)]
+        if len(parts) > 2:
+            found.append(f"{name.removesuffix(' us')} {min(parts)} .. {max(parts)} %")
+    return f"\nPercentages: {', '.join(found)}.\n" if found else ""
+
+
 def summary(found: Races) -> str:
     """A table for each size of the weights and number of GPUs, a line for each m."""
     groups: dict[tuple[int, ...], Races] = {}
@@ -136,7 +147,8 @@ def summary(found: Races) -> str:
         rows = [cells(x, ours) for x in group.values() if (ours := fastest(x, "cta"))]
         machines = "; ".join(sorted({about(lines) for lines in group.values()}))
         title = f"**{gpus} GPU{'s' * (gpus > 1)}, k {k}, h {h}, n {n}** ({machines})"
-        parts.append(f"{title}:\n\n{race.table(head, *rows)}\n")
+        spread = ranges(head, rows) if gpus > 1 else ""
+        parts.append(f"{title}:\n\n{race.table(head, *rows)}\n{spread}")
     return "\n".join(parts)
 
 
