@@ -57,11 +57,12 @@ def _of(log_errors: NDArray[np.float64], inside: float | None = None) -> Accurac
 
 def accuracy(some: Sequence[Point], machine: MachineModel, predict: Predict) -> Accuracy:
     """Errors of a model on some points, at least one."""
-    intervals = [predict(p.problem, p.config, machine).interval_us for p in some]
-    inside = [
-        low <= point.latency_us <= high for point, (low, high) in zip(some, intervals, strict=True)
-    ]
-    return _of(log_errors(some, machine, predict), float(np.mean(inside)))
+    predicted = [predict(point.problem, point.config, machine) for point in some]
+    measured = np.array([point.latency_us for point in some])
+    low, high = np.transpose([prediction.interval_us for prediction in predicted])
+    inside = (low <= measured) & (measured <= high)
+    errors = np.log([prediction.latency_us for prediction in predicted]) - np.log(measured)
+    return _of(errors, float(inside.mean()))
 
 
 def fingerprint(some: Iterable[Point]) -> str:
@@ -83,7 +84,7 @@ def held_out(
     }
     if importlib.util.find_spec("sklearn"):
         found["gradient boosting"] = _of(_boosting_errors(train, cta, machine))
-    theirs = [point for point in held if point not in cta]
+    theirs = [point for point in held if not isinstance(point.config, Config)]
     return found | {"estimate of baselines": accuracy(theirs, machine, estimate)}
 
 

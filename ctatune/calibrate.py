@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from itertools import product
 
 from ctatune.config import AnyConfig, Config
-from ctatune.limits import why_invalid
 from ctatune.machine_model import family
 from ctatune.problem import Problem
-from ctatune.space import baselines, candidates, default_config, default_pipeline
+from ctatune.space import baselines, candidates, defaults
 
 # Square layers of two widths, and those of Llama 3 8B and 70B and of Qwen 2.5 32B; ragged tokens.
 WEIGHTS = ((4096, 4096), (8192, 8192), (4096, 14336), (8192, 28672), (5120, 27648))
@@ -31,11 +30,9 @@ def problems(gpus: int) -> list[Problem]:
 
 
 def plan(problem: Problem) -> list[AnyConfig]:
-    """What is measured of a shape: every baseline, both defaults, then a few of each family."""
-    always = [default_config(problem)]
-    if problem.gpus > 1:
-        always.append(default_pipeline(problem))
-    chosen = [config for config in always if why_invalid(config, problem) is None]
+    """What is measured of a shape: baselines in one variant each and not in parts, the defaults,
+    then a few of each family."""
+    chosen = defaults(problem)
     for config in _turns(problem):
         if len(chosen) >= CONFIGS:
             break

@@ -8,12 +8,12 @@ from pathlib import Path
 import click
 
 from ctatune.errors import UsageError
-from ctatune.options import command_line, common_options, db_option, seconds_of
+from ctatune.options import command_line, common_options, db_option, gpus_option, seconds_of
 from ctatune.problem import Problem
 
 
 @click.command()
-@click.option("--gpus", type=int, required=True, help="Number of GPUs to use.")
+@gpus_option
 @click.option("--time", "time_text", default="10m", show_default=True, help="Start none after it.")
 @db_option
 def calibrate(gpus: int, time_text: str, db: Path | None) -> None:

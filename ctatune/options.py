@@ -25,8 +25,9 @@ def options(*options: Callable) -> Callable:
 
 TRIALS_HELP = "Configs a shape, counting those that the database holds."
 SHAPE_HELP = "MxKxHxN, or MxKxH for N = K."
+gpus_option = click.option("--gpus", type=int, required=True, help="Number of GPUs to use.")
 problem_options = options(
-    click.option("--gpus", type=int, required=True, help="Number of GPUs to use."),
+    gpus_option,
     click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True),
     click.option("--activation", type=click.Choice(ACTIVATIONS), default="none", show_default=True),
     click.option(

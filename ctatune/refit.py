@@ -12,7 +12,7 @@ from ctatune.accuracy import Accuracy
 from ctatune.errors import UsageError
 from ctatune.fit import Point
 from ctatune.jit import kernel_hash
-from ctatune.machine_model import DEFAULT_PLATFORM, MachineModel, document, model_of
+from ctatune.machine_model import MachineModel, document, load, model_of
 from ctatune.records import PROTOCOL, Phase, Platform, Regime
 from ctatune.rows import Row
 from ctatune.seed import shipped_rows
@@ -42,8 +42,8 @@ def refit(
     """
     if out and (out.is_dir() or not out.parent.is_dir()):
         raise UsageError(f"{out} is no file, or its folder is not there")
-    before = document(platform or DEFAULT_PLATFORM)
-    here = model_of(before).platform
+    here = load(platform).platform
+    before = document(here.name)
     points = fit.points([row for row in _rows(db) if _is_of(row, here)], phase)
     train = [point for point in points if not fit.is_held_out(point.problem)]
     held = [point for point in points if fit.is_held_out(point.problem)]

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ctatune import latency, limits, records, space
+from ctatune import latency, records, space
 from ctatune.baseline_latency import modelled
 from ctatune.computed import rank
 from ctatune.config import OWN_KERNEL, AnyConfig, Baseline, Config
@@ -242,18 +242,10 @@ def _fastest(latencies: Sequence[float | None]) -> float | None:
 
 
 def _order(problem: Problem, ranked: Sequence[Config], proposals: Proposals) -> Iterator[Config]:
-    yield from _always(problem)
+    yield from space.defaults(problem)
     yield from _diverse(ranked)
     yield from proposals
     yield from ranked  # where Optuna finds nothing new
-
-
-def _always(problem: Problem) -> list[Config]:
-    """What races in every search: the default, and the paper's own form, a pure pipeline."""
-    defaults = [space.default_config(problem)]
-    if problem.gpus > 1:
-        defaults.append(space.default_pipeline(problem))
-    return [config for config in defaults if limits.why_invalid(config, problem) is None]
 
 
 def _diverse(ranked: Sequence[Config]) -> list[Config]:
@@ -272,7 +264,7 @@ def _finalists(problem: Problem, ranked: Sequence[Config], known: Known) -> list
         return []
     limit_us = FINAL_MARGIN * screened[0][0]
     chosen = [config for us, config in screened[:FINALISTS] if us <= limit_us]
-    always = _by_latency(_always(problem), known)
+    always = _by_latency(space.defaults(problem), known)
     chosen += [config for _, config in always if config not in chosen]
     best_of_method: dict[str, AnyConfig] = {}
     for _, baseline in _by_latency(space.baselines(problem), known):

@@ -84,8 +84,7 @@ PACES_US = (0.0, 4.0, 8.0, 12.0)
 
 def default_config(problem: Problem) -> Config:
     """What to run when nothing is known: tensor parallel by columns, the tile by tokens."""
-    m, split = problem.m, default_split(problem.gpus)
-    pairs = -(-m // 128) % 2 == 0  # tile rows go in pairs
+    m, split, pairs = problem.m, default_split(problem.gpus), _in_pairs(problem)
     if m <= 128:
         rows = next(rows for rows in (16, 32, 64, 128) if m <= rows)
         columns = problem.h // problem.gpus
@@ -106,7 +105,7 @@ def default_config(problem: Problem) -> Config:
 
 def default_pipeline(problem: Problem) -> Config:
     """The pure pipeline of two GPUs or more to run when nothing is known: small panels."""
-    m, pairs = problem.m, -(-problem.m // 128) % 2 == 0
+    m, pairs = problem.m, _in_pairs(problem)
     if m <= 256:
         return replace(default_config(problem), mix=0.0)
     n, slabs = (128, 2) if m <= 2048 else (256, 4)
@@ -119,6 +118,19 @@ def default_pipeline(problem: Problem) -> Config:
         mix=0.0,
         pace_us=4.0,
     )
+
+
+def _in_pairs(problem: Problem) -> bool:
+    """Whether rows of 128-row tiles go in pairs, as multicast needs them."""
+    return -(-problem.m // 128) % 2 == 0
+
+
+def defaults(problem: Problem) -> list[Config]:
+    """What is always tried: the default, and the paper's own form, a pure pipeline; if valid."""
+    found = [default_config(problem)]
+    if problem.gpus > 1:
+        found.append(default_pipeline(problem))
+    return [config for config in found if why_invalid(config, problem) is None]
 
 
 def candidates(problem: Problem, *, sm_count: int = 132) -> Iterator[Config]:

@@ -34,7 +34,7 @@ from ctatune.seed import (
     forget_shipped,
     import_lines,
     parse_line,
-    shipped,
+    shipped_rows,
     shipped_shapes,
 )
 from ctatune.store import Store
@@ -263,7 +263,7 @@ def test_the_shipped_lines_are_loaded_from_all_files(tmp_path, monkeypatch, capl
     lacking = second.replace('"trial"', '"trail"')
     (folder / "b.jsonl").write_text("\ufffd\n" + second + "\n" + lacking + "\n")
     forget_shipped()
-    rows = [row for shape in shipped_shapes() for row in shipped(shape)]
+    rows = shipped_rows()
     assert rows == [parse_line(first), parse_line(second)]
     assert [message.count("is damaged") for message in caplog.messages] == [1, 1]
     forget_shipped()
