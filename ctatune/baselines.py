@@ -18,6 +18,7 @@ from ctatune.operands import Inputs, cold_sets
 from ctatune.problem import BF16_BYTES, Problem
 from ctatune.reduce import TwoShotReduce
 from ctatune.schedule import Columns, split_columns
+from ctatune.timing import LAUNCHES
 
 _Product = Callable[[int, int, int, int, Sizes], None]  # (gpu, x, w, y, sizes): tune or gemm
 
@@ -43,6 +44,14 @@ def why_not(baseline: Baseline, problem: Problem) -> str | None:
     if baseline.chunk and baseline.chunk >= problem.m:
         return f"a chunk must have fewer rows than there are ({problem.m}), got {baseline.chunk}"
     return None
+
+
+def launches(baseline: Baseline, problem: Problem) -> int:
+    """How many operations a call enqueues on one stream, at most."""
+    if not baseline.chunk:
+        return LAUNCHES
+    # Of each chunk: a product in split-K with its sum, and the events around it; then the join.
+    return 6 * -(-problem.m // baseline.chunk) + 2
 
 
 def prepare(baseline: Baseline, libraries: Libraries, arena: Arena, inputs: Inputs) -> Method:

@@ -14,11 +14,15 @@ from ctatune.operands import Inputs, cold_sets, elements_read, place
 from ctatune.problem import Problem
 from ctatune.records import KernelBuild
 from ctatune.schedule import Columns, build
+from ctatune.timing import LAUNCHES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contestant:
-    """A method ready to be called on the GPUs, with what verification needs to know of it."""
+    """A method ready to be called on the GPUs, with what verification needs to know of it.
+
+    `launches`: how many operations a call enqueues on one stream, at most.
+    """
 
     config: AnyConfig
     call: Callable[[int], None]
@@ -27,6 +31,7 @@ class Contestant:
     y2: dict[int, int]
     where: list[tuple[int, Columns]]
     kernel: KernelBuild | None
+    launches: int = LAUNCHES
 
 
 class Contestants:
@@ -59,6 +64,7 @@ class Contestants:
             y2=method.y2,
             where=[(gpu, whole) for gpu in method.y2],
             kernel=method.kernel,
+            launches=baselines.launches(config, problem),
         )
 
     def _cta(self, arena: Arena, inputs: Inputs, config: Config, *, skip_wait: bool) -> Contestant:

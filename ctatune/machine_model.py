@@ -279,11 +279,12 @@ def model_of(document: dict[str, Any]) -> MachineModel:
 
 
 def family(config: AnyConfig) -> str:
-    """What shares an offset: the tile of `up` and how operands come and results go; a method."""
+    """What shares an offset: the tiles and how operands come and results go; a method."""
     if isinstance(config, Baseline):
         return config.method
     kind = " multicast" * config.multicast + " direct" * config.direct
-    return f"{config.up.m}x{config.up.n}/k{config.up.split_k}{kind}"
+    down = "" if config.down.n == config.up.n else f"+{config.down.n}"
+    return f"{config.up.m}x{config.up.n}{down}/k{config.up.split_k}{kind}"
 
 
 def rates() -> tuple[Field[Any], ...]:

@@ -30,7 +30,7 @@ SCREEN_ROUNDS = 5
 MIN_ROUNDS, MAX_ROUNDS, FINAL_SECONDS = 12, 60, 12.0
 TIE = 0.005  # half-width of the interval of the log-ratio at which two methods are told apart
 NEXT_LOAD_SECONDS = 0.3  # of load where another method has just loaded the GPUs
-RELOAD_SECONDS = 0.05  # of load before each round of a final, so that clocks stay settled
+RELOAD_SECONDS = 0.1  # of load before each round of a final, so that clocks stay settled
 
 
 class Bench:
@@ -93,7 +93,7 @@ class Bench:
             if not proof.passed:
                 return _wrong(contestant, proof, "screen")
             timer = Timer(self.gpus, arena)
-            calls = timer.calls_for(contestant.call)
+            calls = timer.calls_for(contestant.call, contestant.launches)
             timer.load(contestant.call, calls, NEXT_LOAD_SECONDS)
             before = self._telemetry.read()
             rounds = [timer.chain(contestant.call, calls) for _ in range(SCREEN_ROUNDS)]
@@ -202,7 +202,7 @@ class _Load:
     def __init__(self, timer: Timer, telemetry: Telemetry, contestant: Contestant) -> None:
         self._timer, self._telemetry = timer, telemetry
         self.call = contestant.call
-        self.calls = timer.calls_for(contestant.call)
+        self.calls = timer.calls_for(contestant.call, contestant.launches)
         self._made, self._energy_j, self.duty = 0, 0.0, 0.0
 
     def run(self, seconds: float, duty: float = 1.0) -> float:

@@ -16,7 +16,7 @@ def axes(config: Config) -> tuple[str, ...]:
     split = ":".join(map(str, config.stage_split))
     kind = f"{config.up.split_k}{config.multicast:d}{config.direct:d}"
     return (
-        f"{config.up.m}x{config.up.n}-{config.stages}-{config.d_slabs}-{kind}",
+        f"{config.up.m}x{config.up.n}+{config.down.n}-{config.stages}-{config.d_slabs}-{kind}",
         str(config.up.group_m),
         str(config.down.group_m),
         f"{config.mix:g}@{split}",

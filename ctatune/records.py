@@ -10,8 +10,9 @@ Outcome = Literal["ok", "invalid", "compile_error", "launch_error", "wrong", "ti
 Source = Literal["measured", "neighbour", "simulated", "predicted"]  # of an answer
 Phase = Literal["screen", "final", "control"]  # control: the second entry of one in a final
 # Version of the measurement protocol; a change makes older rows incomparable. 2: all contestants of
-# a race load for the same part of the time, and eight operand sets rotate.
-PROTOCOL = 2
+# a race load for the same part of the time, and eight operand sets rotate. 3: they load densely, the
+# host enqueues a batch while the one before runs.
+PROTOCOL = 3
 
 RELATIVE_LIMIT = 4e-3  # bf16 rounding of Y2 alone is 1.7e-3 of its norm
 WORST_LIMIT = 0.06  # half a bf16 step at 8 is 0.031, plus a flipped rounding of Y1

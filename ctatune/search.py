@@ -252,8 +252,9 @@ def _diverse(ranked: Sequence[Config]) -> list[Config]:
     """The best by estimate, one of each family: the estimate hardly sees the order of tiles."""
     families: dict[tuple[object, ...], Config] = {}
     for config in ranked:
-        tile, ring = replace(config.up, group_m=1), (config.stages, config.d_slabs)
-        families.setdefault((tile, ring, config.multicast, config.direct), config)
+        tiles = tuple(replace(tile, group_m=1) for tile in config.tiles)
+        ring = config.stages, config.d_slabs
+        families.setdefault((tiles, ring, config.multicast, config.direct), config)
     return list(families.values())[:FIRST_BY_ESTIMATE]
 
 

@@ -22,7 +22,10 @@ from ctatune.problem import DTYPES, Problem
 
 
 class Family(NamedTuple):
-    """The tile of both layers and how operands come and results go; the ring is as deep as fits."""
+    """The tile of both layers and how operands come and results go; the ring is as deep as fits.
+
+    Tiles of `down` are `down_n` columns wide where that is not 0, which asks for the same width.
+    """
 
     m: int
     n: int
@@ -30,12 +33,16 @@ class Family(NamedTuple):
     split_k: int = 1
     multicast: bool = False
     direct: bool = False
+    down_n: int = 0
 
     def config(self, *, up_group: int = 1, down_group: int = 1, **rest: Any) -> Config:
         """A config of this family, with the deepest ring that fits into shared memory."""
         tiles = {
-            name: Tile(m=self.m, n=self.n, group_m=group, split_k=self.split_k)
-            for name, group in (("up", up_group), ("down", down_group))
+            name: Tile(m=self.m, n=n, group_m=group, split_k=self.split_k)
+            for name, n, group in (
+                ("up", self.n, up_group),
+                ("down", self.down_n or self.n, down_group),
+            )
         }
         kind = {"d_slabs": self.d_slabs, "multicast": self.multicast, "direct": self.direct}
         least = Config(**tiles, **kind, **rest, stages=MIN_STAGES)
@@ -46,7 +53,7 @@ class Family(NamedTuple):
 
 # Few tokens: all SMs stream weights, so tiles are narrow and split along K. Then ever larger tiles,
 # with room in the slabs for a whole tile (a paced store holds nothing up) or for half of it and
-# one more stage.
+# one more stage; last those for layers of which one is much wider than the other.
 FAMILIES = (
     Family(16, 64, 2, split_k=2, direct=True),
     Family(32, 64, 2, split_k=2, direct=True),
@@ -70,6 +77,10 @@ FAMILIES = (
     Family(128, 256, 4, multicast=True),
     Family(128, 256, 2),
     Family(256, 128, 2, multicast=True),
+    Family(128, 128, 4, multicast=True, down_n=256),
+    Family(128, 192, 4, multicast=True, down_n=256),
+    Family(128, 192, 3, multicast=True, down_n=128),
+    Family(128, 256, 4, multicast=True, down_n=128),
 )
 GROUPS = (1, 2, 4, 8, 16)
 MIXES = (1.0, 0.75, 0.5, 0.25, 0.0)

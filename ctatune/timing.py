@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from cuda.core import EventOptions
@@ -19,10 +19,13 @@ from ctatune.gpus import LINE_BYTES, Arena, Gpus
 Call = Callable[[int], None]  # enqueue one call on the operand set of that number
 
 CHAIN_US = 10_000.0  # a chain should last this long: thousands of ticks of the event clock
-# All of a chain waits at the gate, and the queue of a stream holds about 1,024 launches: more would
-# block the host before it opens the gate. Ten a call: two products in split-K with their sums and
-# clears, what NCCL enqueues around its kernel, and the barrier.
-MIN_CALLS, MAX_CALLS = 8, 100
+MIN_CALLS = 8
+# All of a chain waits at the gate, and a stream holds about 1,024 launches, copies, events and waits
+# for events: more would block the host before it opens the gate.
+QUEUE = 1000
+# Of them a call takes on a stream at most: two products in split-K with their sums and clears, what
+# NCCL enqueues around its kernel, and the barrier.
+LAUNCHES = 10
 LOAD_SECONDS = 1.0  # until clocks have settled under the power limit
 
 
@@ -85,10 +88,10 @@ class Timer:
         self._gpus.use(0)
         self._gpus.streams[0].record(event)
 
-    def calls_for(self, call: Call) -> int:
-        """How many calls make a chain of about CHAIN_US."""
+    def calls_for(self, call: Call, launches: int = LAUNCHES) -> int:
+        """How many calls make a chain of about CHAIN_US; each takes `launches` of a stream."""
         one = self.chain_us(call, MIN_CALLS) / MIN_CALLS
-        return int(min(MAX_CALLS, max(MIN_CALLS, CHAIN_US / one)))
+        return int(min(QUEUE // launches, max(MIN_CALLS, CHAIN_US / one)))
 
     def chain(self, call: Call, calls: int) -> Chain:
         """One round: a chain of calls, right after it the same chain of empty calls."""
@@ -105,12 +108,32 @@ class Timer:
     ) -> Loaded:
         """Keep the GPUs busy with the method until clocks have settled, `duty` of the time at most.
 
-        Begins and ends with idle streams.
+        A batch of calls is enqueued while the one before runs, so that the host hides behind the
+        GPUs. What a batch takes of them says a gated one at the end, at the clock of then. Begins
+        and ends with idle streams.
         """
-        made, busy, begin = 0, 0.0, time.monotonic()
-        while (elapsed := time.monotonic() - begin) < seconds:
-            busy += 1e-6 * self.chain_us(call, calls, dependent=False)
-            made += calls
-            elapsed = time.monotonic() - begin
-            time.sleep(max(0.0, busy / duty - elapsed))
-        return Loaded(made, busy / elapsed)
+        batch_us = self.chain_us(call, calls, dependent=False)
+        batches, running, begin = 0, None, time.monotonic()
+        while time.monotonic() - begin < seconds:
+            for i in range(calls):
+                call(i)
+            before, running = running, self._marks()
+            batches += 1
+            if before:
+                for mark in before:
+                    mark.sync()
+            if duty < 1.0:  # others cannot keep them busier
+                elapsed = time.monotonic() - begin
+                time.sleep(max(0.0, 1e-6 * batches * batch_us / duty - elapsed))
+        self._gpus.sync()
+        elapsed = time.monotonic() - begin
+        busy = 1e-6 * batches * self.chain_us(call, calls, dependent=False)
+        return Loaded(calls * (batches + 2), min(1.0, busy / elapsed))
+
+    def _marks(self) -> list[Any]:
+        """An event on each stream, after what is enqueued."""
+        marks = [self._gpus.event(gpu) for gpu in range(len(self._gpus))]
+        for gpu, mark in enumerate(marks):
+            self._gpus.use(gpu)
+            self._gpus.streams[gpu].record(mark)
+        return marks

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ctatune import baselines, graphs, microbatch, space
+from ctatune import baselines, graphs, microbatch, space, timing
 from ctatune.config import Baseline, parse_config
 from ctatune.errors import DeviceError, UsageError
 from ctatune.graphs import Graphed
@@ -238,6 +239,24 @@ def pipeline(log: list[tuple[Any, ...]], baseline: Baseline, shape: Problem) -> 
     libraries: Any = SimpleNamespace(blas=FakeBlas(log))
     arena: Any = SimpleNamespace(alloc=inputs.place)
     return MicroBatch(baseline, libraries, arena, inputs)
+
+
+@pytest.mark.parametrize("m", [65, 384, 1024, 16384])
+def test_a_chain_never_fills_the_queue_of_a_stream(m):
+    """It waits at the gate: the host would block before it opens it."""
+    shape = problem(m)
+    for baseline in space.baselines(shape):
+        bound = baselines.launches(baseline, shape)
+        assert bound * timing.MIN_CALLS <= timing.QUEUE
+        if baseline.method != "microbatch":
+            continue
+        log: list[tuple[Any, ...]] = []
+        ready = pipeline(log, baseline, shape)
+        log.clear()
+        ready.call()
+        enqueued = Counter(entry[0] for entry in log)
+        enqueued.update(entry[0] for entry in log if entry[1] == "gemm")  # in split-K: its sum
+        assert max(enqueued.values()) + 1 <= bound  # and the barrier
 
 
 def test_micro_batches_run_the_same_pipeline_with_cublas_and_with_our_kernel(monkeypatch):

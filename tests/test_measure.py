@@ -34,7 +34,7 @@ def test_one_reference_serves_until_problem_or_seed_changes(monkeypatch):
 
 
 class Timed:
-    def calls_for(self, _: object) -> int:
+    def calls_for(self, *_: object) -> int:
         return 10
 
     def load(self, _: object, calls: int, seconds: float, *, duty: float) -> Loaded:
@@ -52,7 +52,7 @@ def test_energy_is_a_call_of_all_load_segments(counter, state):
     readings = iter(counter)
     telemetry: Any = SimpleNamespace(energy_j=lambda: next(readings))
     timer: Any = Timed()
-    load = measure._Load(timer, telemetry, SimpleNamespace(call=None))  # type: ignore[arg-type]
+    load = measure._Load(timer, telemetry, SimpleNamespace(call=None, launches=10))  # type: ignore[arg-type]
     assert load.run(0.8) == 0.5
     assert load.run(0.2, 0.5) == 0.25
     assert load.state() == state
