@@ -10,7 +10,7 @@ Outcome = Literal["ok", "invalid", "compile_error", "launch_error", "wrong", "ti
 Source = Literal["measured", "neighbour", "simulated", "predicted"]  # of an answer
 Phase = Literal["screen", "final", "control"]  # control: the second entry of one in a final
 # Version of the measurement protocol; a change makes older rows incomparable. 2: all contestants of
-# a race load for the same part of the time, and eight operand sets rotate. 3: they load densely, the
+# a race load for the same part of the time, and eight operand sets rotate. 3: loads are dense: the
 # host enqueues a batch while the one before runs.
 PROTOCOL = 3
 

@@ -20,8 +20,8 @@ Call = Callable[[int], None]  # enqueue one call on the operand set of that numb
 
 CHAIN_US = 10_000.0  # a chain should last this long: thousands of ticks of the event clock
 MIN_CALLS = 8
-# All of a chain waits at the gate, and a stream holds about 1,024 launches, copies, events and waits
-# for events: more would block the host before it opens the gate.
+# All of a chain waits at the gate, and a stream holds about 1,024 launches, copies, events and
+# waits: more would block the host before it opens the gate.
 QUEUE = 1000
 # Of them a call takes on a stream at most: two products in split-K with their sums and clears, what
 # NCCL enqueues around its kernel, and the barrier.

@@ -23,7 +23,7 @@ from ctatune.choice import Choice
 from ctatune.config import AnyConfig, Baseline, parse_config
 from ctatune.errors import NoAnswer, StoreError, UsageError
 from ctatune.problem import Problem
-from ctatune.records import Measurement, Prediction, Regime
+from ctatune.records import PROTOCOL, Measurement, Prediction, Regime
 from ctatune.seed import export_lines, forget_shipped
 from ctatune.simulate import SIMULATOR
 from ctatune.store import Store
@@ -305,8 +305,8 @@ def test_what_else_moves_a_latency_is_part_of_the_platform(db, column, value):
 
 def test_a_row_of_another_protocol_or_shape_is_a_miss(db, monkeypatch):
     run(db, (CONFIG, measured()))
-    monkeypatch.setattr(known, "PROTOCOL", 3)
-    assert "protocol differs (row 2, now 3)" in best().note
+    monkeypatch.setattr(known, "PROTOCOL", PROTOCOL + 1)
+    assert f"protocol differs (row {PROTOCOL}, now {PROTOCOL + 1})" in best().note
     assert best("513x1024x2048").note.startswith("this shape is not measured")
 
 
