@@ -29,7 +29,6 @@ SEVERAL = (
     "micro-batches us",
     "fastest",
     "load",
-    "TP screened us",
 )
 TP = ("tp", "tp_twoshot")
 MICRO = ("microbatch", "microbatch_cta")
@@ -60,26 +59,6 @@ def loaded(ours: race.Line) -> str:
     """The part of the time in which the GPUs worked while the race loaded them."""
     duty = ours.row.measurement.gpu_state.get("duty")
     return f"{duty:.0%}" if isinstance(duty, float) else ""
-
-
-def screened(ours: race.Line) -> str:
-    """The best tensor-parallel screening of the same run, and what our best one takes of it.
-
-    A screening comes after the method's own load, as dense as its host can make it.
-    """
-    problem, run = ours.row.problem, ours.row.run
-
-    def best_us(*methods: str) -> float | None:
-        us = (
-            row.measurement.latency_us
-            for row in shipped(problem.shape)
-            if (row.problem, row.run, row.measurement.phase) == (problem, run, "screen")
-            and row.config.method in methods
-        )
-        return min(filter(None, us), default=None)
-
-    ours_us, tp_us = best_us("cta"), best_us(*TP)
-    return f"{tp_us:.1f} ({ours_us / tp_us - 1:+.0%})" if ours_us and tp_us else ""
 
 
 def said(lines: Sequence[race.Line], ours: race.Line) -> str:
@@ -121,7 +100,6 @@ def cells(lines: Sequence[race.Line], ours: race.Line) -> tuple[str, ...]:
         cell(fastest(lines, *MICRO), ours),
         said(lines, ours),
         loaded(ours),
-        screened(ours),
     )
 
 
@@ -158,10 +136,8 @@ def results() -> str:
     head = (
         "Cold cache, Y2 replicated, medians. `of ideal`: `single` / GPUs / ours. In brackets: our "
         "latency against the opponent's. `load`: the part of the time for which the GPUs were kept "
-        "busy between the rounds of the race (all of it would be sustained load). `TP screened`: "
-        "the best tensor-parallel form in the screening before the race, where each method keeps "
-        "the GPUs as busy as its host can, and our best screening against it. Every method "
-        "of every race, with intervals and joules: [docs/results.md](docs/results.md).\n"
+        "busy between the rounds of the race. Every method of every race, with intervals and "
+        "joules: [docs/results.md](docs/results.md).\n"
     )
     return "\n".join([head, summary(found), "![latency over tokens](docs/latency.png)\n"])
 
