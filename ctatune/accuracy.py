@@ -11,13 +11,14 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ctatune import race
 from ctatune.config import Config
-from ctatune.fit import Point, Predict, log_errors, ours
+from ctatune.fit import LIMITS, Point, Predict, beyond, fitted, log_errors, ours
 from ctatune.latency import estimate, roofline_us
 from ctatune.machine_model import MachineModel, family
 from ctatune.simulate import simulate
@@ -86,6 +87,17 @@ def held_out(
         found["gradient boosting"] = _of(_boosting_errors(train, cta, machine))
     theirs = [point for point in held if not isinstance(point.config, Config)]
     return found | {"estimate of baselines": accuracy(theirs, machine, estimate)}
+
+
+def outside(some: Sequence[Point], document: dict[str, Any]) -> dict[str, Accuracy]:
+    """Errors of the estimate two to four times beyond what it was fitted to, in one size."""
+    found = {}
+    for size, limit in LIMITS:
+        inner, outer = beyond(some, size, limit)
+        if outer:
+            machine = fitted(inner, document)
+            found[f"estimate, {size} beyond {limit}"] = accuracy(outer, machine, estimate)
+    return found
 
 
 def document(found: dict[str, Accuracy]) -> dict[str, dict[str, float]]:

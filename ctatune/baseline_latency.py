@@ -13,6 +13,7 @@ from ctatune.machine_model import MachineModel
 from ctatune.problem import BF16_BYTES, Problem
 
 TENSOR_PARALLEL: tuple[BaselineMethod, ...] = ("tp", "tp_twoshot")
+_L2_BYTES_A_FLOP = 4.0e9 / (4.0 * 2048 * 8192**2)  # Nsight Compute, see docs/decisions.md
 _Sizes = tuple[int, int, int]  # m, outputs, inputs
 
 
@@ -43,15 +44,22 @@ def plain(config: AnyConfig) -> AnyConfig:
 
 def _products_us(*products: _Sizes, machine: MachineModel) -> float:
     """Products by cuBLAS on one GPU, one after the other."""
-    rate = machine.cublas_tflops * 1e6
-    compute_us = [2.0 * m * outputs * inputs / rate for m, outputs, inputs in products]
-    clock = machine.clock(sum(compute_us))
-    total_us = 0.0
-    for us, (m, outputs, inputs) in zip(compute_us, products, strict=True):
-        elements = outputs * inputs + m * (outputs + inputs)
-        hbm_us = BF16_BYTES * elements / machine.hbm_gbps * 1e-3
-        total_us += machine.both_us(us / clock, hbm_us) + machine.cublas_launch_us
-    return total_us
+    flops = [2.0 * m * outputs * inputs for m, outputs, inputs in products]
+    hbm_bytes = [
+        BF16_BYTES * (outputs * inputs + m * (outputs + inputs)) for m, outputs, inputs in products
+    ]
+    hbm_us = [machine.stream_us(size) for size in hbm_bytes]
+    compute_us = [count / machine.cublas_tflops * 1e-6 for count in flops]
+
+    def total_us(clock: float) -> float:
+        return len(products) * machine.cublas_launch_us + sum(
+            machine.together_us(us / clock, memory_us)
+            for us, memory_us in zip(compute_us, hbm_us, strict=True)
+        )
+
+    energy_pj = machine.flop_pj * sum(flops) + machine.hbm_pj * sum(hbm_bytes)
+    energy_pj += machine.l2_pj * _L2_BYTES_A_FLOP * sum(flops)
+    return total_us(machine.clock(energy_pj, total_us(1.0)))
 
 
 def _all_reduce_us(problem: Problem, method: str, machine: MachineModel) -> float:

