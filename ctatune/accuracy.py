@@ -10,6 +10,7 @@ import importlib.util
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,12 @@ def held_out(
     if importlib.util.find_spec("sklearn"):
         found["gradient boosting"] = _of(_boosting_errors(train, cta, machine))
     theirs = [point for point in held if not isinstance(point.config, Config)]
-    return found | {"estimate of baselines": accuracy(theirs, machine, estimate)}
+    found["estimate of baselines"] = accuracy(theirs, machine, estimate)
+    single = [point for point in theirs if point.config.method == "single"]
+    if single and importlib.util.find_spec("nvMatmulHeuristics"):
+        found["estimate of single"] = accuracy(single, machine, estimate)
+        found["nvidia-matmul-heuristics of single"] = _of(_heuristics_errors(single))
+    return found
 
 
 def outside(some: Sequence[Point], document: dict[str, Any]) -> dict[str, Accuracy]:
@@ -170,6 +176,40 @@ def _boosting_errors(
     model.fit([_features(p) for p in train], [_over_roofline(p, machine) for p in train])
     predicted = model.predict([_features(p) for p in held])
     return predicted - np.array([_over_roofline(p, machine) for p in held])
+
+
+def _heuristics_errors(single: Sequence[Point]) -> NDArray[np.float64]:
+    """Log errors of nvidia-matmul-heuristics, which ranks kernels, for both products of a call."""
+    sizes = [[(layer.outputs, layer.inputs) for layer in p.problem.layers] for p in single]
+    expected_us = [
+        sum(_product_us(point.problem.m, n, k) for n, k in layers)
+        for point, layers in zip(single, sizes, strict=True)
+    ]
+    return np.log(expected_us) - np.log([point.latency_us for point in single])
+
+
+def _product_us(m: int, n: int, k: int) -> float:
+    """Microseconds of the fastest kernel for bf16 m x k times (n x k)^T on an H200."""
+    interface, gpu, layout = _heuristics()
+    (best,) = interface.get_with_mnk(m, n, k, layout, 1, gpu)
+    return 1e6 * best["runtime"]
+
+
+@cache
+def _heuristics() -> tuple[Any, Any, Any]:
+    """Interface, GPU and layout; once a process, since a second interface crashes it (0.1.0.27)."""
+    import nvMatmulHeuristics as nv
+
+    interface = nv.NvMatmulHeuristicsInterface(
+        backend=nv.NvMatmulHeuristicsTarget.CUTLASS3,
+        precision="TST",  # bf16 in and out, fp32 sums
+        flags=nv.NvMatmulHeuristicsFlags.PERF_MODEL_BASED_AUTO_TUNING,
+    )
+    gpu = interface.createHardwareDescriptor()
+    interface.setHardwarePredefinedGpu(gpu, nv.NvMatmulHeuristicsNvidiaGpu.H200_SXM)
+    layout = nv.NvMatmulHeuristicsMatmulLayout.NT_ROW_MAJOR
+    interface.loadInternalDiscoverySet(layout, gpu)
+    return interface, gpu, layout
 
 
 def _features(point: Point) -> list[float]:
