@@ -12,7 +12,7 @@ from ctatune.config import Config
 from ctatune.jit import kernel_hash
 from ctatune.machine_model import DEFAULT_PLATFORM, document
 from ctatune.problem import Problem
-from ctatune.seed import shipped, shipped_rows
+from ctatune.seed import shipped_rows
 from ctatune.stats import ratio_interval, verdict
 
 ROOT = Path(__file__).parent.parent

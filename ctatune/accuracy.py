@@ -198,7 +198,7 @@ def _product_us(m: int, n: int, k: int) -> float:
 @cache
 def _heuristics() -> tuple[Any, Any, Any]:
     """Interface, GPU and layout; once a process, since a second interface crashes it (0.1.0.27)."""
-    import nvMatmulHeuristics as nv
+    import nvMatmulHeuristics as nv  # noqa: N813
 
     interface = nv.NvMatmulHeuristicsInterface(
         backend=nv.NvMatmulHeuristicsTarget.CUTLASS3,

@@ -52,7 +52,8 @@ def test_ragged_bytes_known_values() -> None:
 def test_ctas_that_drift_apart_read_again() -> None:
     """The more waves, the less of what L2 has merged and kept; one wave is nearly in step."""
     one, many = work(512, 8192, 8192), work(16384, 8192, 8192, group_m=4)
-    assert MACHINE.in_step(one) > 0.9 > 0.6 > MACHINE.in_step(many)
+    assert MACHINE.in_step(one) > 0.9
+    assert MACHINE.in_step(many) < 0.6
     assert MACHINE.l2_bytes(one) < one.loaded_bytes
     assert MACHINE.hbm_bytes(many) * many.tiles > many.hbm_bytes[0]
 
