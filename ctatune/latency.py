@@ -111,6 +111,9 @@ def gpu_parts(problem: Problem, config: Config, machine: MachineModel) -> list[P
     return full if min(clocks.values()) == 1.0 else parts(clocks)
 
 
+_work = lru_cache(maxsize=1 << 14)(Work)  # many configs share it: those of other mixes and paces
+
+
 @lru_cache(maxsize=4096)
 def _works(problem: Problem, config: Config, platform: Platform) -> tuple[Works, ...]:
     """What each GPU computes of both layers, and to how many peers it sends that."""
@@ -121,7 +124,7 @@ def _works(problem: Problem, config: Config, platform: Platform) -> tuple[Works,
     @cache
     def works(up_columns: int, down_columns: int, y2_peers: int) -> Works:
         up_work, down_work = (
-            Work(
+            _work(
                 m=problem.m,
                 inputs=layer.inputs,
                 columns=columns,
