@@ -10,7 +10,6 @@ import importlib.util
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from ctatune.config import Config
 from ctatune.fit import LIMITS, Point, Predict, beyond, fitted, log_errors, ours
 from ctatune.latency import estimate, roofline_us
 from ctatune.machine_model import MachineModel, family
+from ctatune.problem import Problem
 from ctatune.simulate import simulate
 
 HEAD = ("model", "points", "MAPE", "90 % under", "worst", "in its interval")
@@ -46,8 +46,8 @@ class Accuracy:
     inside: float | None = None
 
 
-def _of(log_errors: NDArray[np.float64], inside: float | None = None) -> Accuracy:
-    errors = np.abs(np.expm1(log_errors))
+def _of(logs: NDArray[np.float64], inside: float | None = None) -> Accuracy:
+    errors = np.abs(np.expm1(logs))
     return Accuracy(
         points=len(errors),
         mape=float(errors.mean()),
@@ -179,25 +179,8 @@ def _boosting_errors(
 
 
 def _heuristics_errors(single: Sequence[Point]) -> NDArray[np.float64]:
-    """Log errors of nvidia-matmul-heuristics, which ranks kernels, for both products of a call."""
-    sizes = [[(layer.outputs, layer.inputs) for layer in p.problem.layers] for p in single]
-    expected_us = [
-        sum(_product_us(point.problem.m, n, k) for n, k in layers)
-        for point, layers in zip(single, sizes, strict=True)
-    ]
-    return np.log(expected_us) - np.log([point.latency_us for point in single])
-
-
-def _product_us(m: int, n: int, k: int) -> float:
-    """Microseconds of the fastest kernel for bf16 m x k times (n x k)^T on an H200."""
-    interface, gpu, layout = _heuristics()
-    (best,) = interface.get_with_mnk(m, n, k, layout, 1, gpu)
-    return 1e6 * best["runtime"]
-
-
-@cache
-def _heuristics() -> tuple[Any, Any, Any]:
-    """Interface, GPU and layout; once a process, since a second interface crashes it (0.1.0.27)."""
+    """Log errors of nvidia-matmul-heuristics, which ranks kernels, on an H200: for each layer of a
+    call its fastest kernel for bf16."""
     import nvMatmulHeuristics as nv  # noqa: N813
 
     interface = nv.NvMatmulHeuristicsInterface(
@@ -209,7 +192,15 @@ def _heuristics() -> tuple[Any, Any, Any]:
     interface.setHardwarePredefinedGpu(gpu, nv.NvMatmulHeuristicsNvidiaGpu.H200_SXM)
     layout = nv.NvMatmulHeuristicsMatmulLayout.NT_ROW_MAJOR
     interface.loadInternalDiscoverySet(layout, gpu)
-    return interface, gpu, layout
+
+    def call_us(problem: Problem) -> float:
+        sizes = [(problem.m, layer.outputs, layer.inputs) for layer in problem.layers]
+        best = [interface.get_with_mnk(*mnk, layout, 1, gpu)[0]["runtime"] for mnk in sizes]
+        return 1e6 * sum(best)
+
+    expected_us = [call_us(point.problem) for point in single]
+    interface.handle = None  # version 0.1.0.27 crashes when it is destroyed
+    return np.log(expected_us) - np.log([point.latency_us for point in single])
 
 
 def _features(point: Point) -> list[float]:
@@ -217,7 +208,8 @@ def _features(point: Point) -> list[float]:
     sizes = [math.log(size) for size in (problem.m, problem.k, problem.h, problem.n)]
     method = ("cta", "single", "tp", "tp_twoshot").index(config.method)
     if not isinstance(config, Config):
-        return [*sizes, problem.gpus, method, *[0.0] * 9]
-    up = config.up
-    choices = (up.m, up.n, up.split_k, up.group_m, config.stages, config.mix, config.pace_us)
-    return [*sizes, problem.gpus, method, *choices, config.multicast, config.direct]
+        return [*sizes, problem.gpus, method, *[0.0] * 13]
+    up, down, p_up = config.up, config.down, config.stage_split[0]
+    tiles = (up.m, up.n, up.split_k, up.group_m, down.n, down.group_m)
+    choices = (config.stages, config.d_slabs, config.mix, p_up, config.pace_us)
+    return [*sizes, problem.gpus, method, *tiles, *choices, config.multicast, config.direct]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
+from operator import itemgetter
 
 from ctatune import latency
 from ctatune.baseline_latency import modelled
@@ -128,8 +128,8 @@ def rank(problem: Problem, machine: MachineModel) -> tuple[Config, ...]:
     for config in candidates(problem, sm_count=machine.platform.sm_count):
         up, down = (replace(tile, group_m=1) for tile in config.tiles)
         ways.setdefault(replace(config, up=up, down=down, pace_us=0.0), []).append(config)
-    judged = sorted((estimated_us(own[len(own) // 2]), i) for i, own in enumerate(ways.values()))
-    groups = list(ways.values())
-    near = [groups[i] for us, i in judged if us <= NEAR * judged[0][0]]
-    rest = [groups[i] for us, i in judged if us > NEAR * judged[0][0]]
-    return *sorted(chain(*near), key=estimated_us), *chain(*rest)
+    by_way = [(estimated_us(own[len(own) // 2]), own) for own in ways.values()]
+    judged = sorted(by_way, key=itemgetter(0))
+    near = [config for us, own in judged if us <= NEAR * judged[0][0] for config in own]
+    rest = [config for us, own in judged if us > NEAR * judged[0][0] for config in own]
+    return *sorted(near, key=estimated_us), *rest

@@ -24,7 +24,6 @@ from ctatune.work import Memory, TileTime, Work
 ESTIMATE = "estimate-5"
 _NONE = Memory(0.0, 0.0, 0.0, 0.0)
 NO_TIME = TileTime(0.0, _NONE, _NONE, 0.0, 0.0)  # of a GPU that has no tiles of a layer
-_MAX_PANELS = 4  # looked at; of more, an even selection with the first and the last one
 _BURST = 0.5  # part of the last wave's outgoing burst that the spread of its tiles does not hide
 
 
@@ -36,7 +35,6 @@ class Part:
     time: TileTime
     tile_us: float
     ahead_us: float  # what it saves a tile that waits to have loaded weights
-    head_us: float  # what it saves the first tile to have loaded weights while peers end a call
     period_us: float  # from tile to tile of a CTA
     link_us: float  # of one tile to all peers that need it
     late_us: float  # how late the last slab of the last CTA's paced tile leaves
@@ -67,7 +65,7 @@ def predicted(problem: Problem, latency_us: float, machine: MachineModel) -> Pre
 
 def _cta_us(problem: Problem, config: Config, machine: MachineModel) -> float:
     gpus = Counter(gpu_parts(problem, config, machine))
-    return _parts_us(problem, gpus, _looked_at(problem, config, _MAX_PANELS), machine)
+    return _parts_us(problem, gpus, _looked_at(problem, config), machine)
 
 
 def _parts_us(
@@ -95,7 +93,7 @@ def gpu_parts(problem: Problem, config: Config, machine: MachineModel) -> list[P
     def parts(clocks: dict[Works, float]) -> list[Parts]:
         found = {
             gpu: (
-                _part(*gpu[0], clocks.get(gpu, 1.0), config.pace_us, machine, not gpu[1][0].tiles),
+                _part(*gpu[0], clocks.get(gpu, 1.0), config.pace_us, machine),
                 _part(*gpu[1], clocks.get(gpu, 1.0), config.pace_us, machine),
             )
             for gpu in set(works)
@@ -103,7 +101,7 @@ def gpu_parts(problem: Problem, config: Config, machine: MachineModel) -> list[P
         return [found[gpu] for gpu in works]
 
     full = parts({})
-    full_us = _parts_us(problem, Counter(full), _looked_at(problem, config, 2), machine)
+    full_us = _parts_us(problem, Counter(full), _looked_at(problem, config), machine)
     clocks = {
         gpu: machine.clock(sum(machine.energy_pj(work) for work, _ in gpu), full_us)
         for gpu in set(works)
@@ -150,25 +148,15 @@ def _works(problem: Problem, config: Config, platform: Platform) -> tuple[Works,
     )
 
 
-def _part(
-    work: Work,
-    peers: int,
-    clock: float,
-    pace_us: float,
-    machine: MachineModel,
-    early: bool = False,
-) -> Part:
-    """`early`: the GPU is done before its peers, and its next kernel waits for them."""
+def _part(work: Work, peers: int, clock: float, pace_us: float, machine: MachineModel) -> Part:
     time = machine.tile_time(work, clock) if work.tiles else NO_TIME
     tile_us = time.us(work.active)
-    ahead_us = time.ahead_us(work.active)
     late_us = pace_delay_us(work.tile, pace_us, 1.0) if peers else 0.0
     return Part(
         work=work,
         time=time,
         tile_us=tile_us,
-        ahead_us=ahead_us,
-        head_us=ahead_us if early else 0.0,
+        ahead_us=time.ahead_us(work.active),
         period_us=max(tile_us, late_us + 2.0 * machine.flag_us) if late_us else tile_us,
         link_us=machine.link_us(work.tile_bytes * peers),
         late_us=late_us,
@@ -176,13 +164,11 @@ def _part(
     )
 
 
-def _looked_at(problem: Problem, config: Config, most: int) -> list[tuple[int, int]]:
-    """Panels of `down`, the first and the last among them, with the last of Y1 that each reads."""
-    count = -(-problem.m // config.down.m)
-    looked = min(count, most)
-    panels = [i * (count - 1) // max(1, looked - 1) for i in range(looked)]
-    last_rows = [min((panel + 1) * config.down.m, problem.m) - 1 for panel in panels]
-    return [(panel, row // config.up.m) for panel, row in zip(panels, last_rows, strict=True)]
+def _looked_at(problem: Problem, config: Config) -> list[tuple[int, int]]:
+    """The first and the last panel of `down`, with the last of Y1 that each reads."""
+    last = -(-problem.m // config.down.m) - 1
+    rows = [(panel, min((panel + 1) * config.down.m, problem.m) - 1) for panel in {0, last}]
+    return [(panel, row // config.up.m) for panel, row in rows]
 
 
 def _indices(work: Work, panel: int) -> tuple[int, int]:
@@ -197,8 +183,7 @@ def _indices(work: Work, panel: int) -> tuple[int, int]:
 def _computed_us(gpu: Parts, index: int) -> float:
     """When a GPU has computed its `up` tiles up to one, which ends a panel."""
     up = gpu[0]
-    lost_us = up.lost_us and up.lost_us * faded(0, (index + 1) / up.work.ctas - 1.0)
-    return _span_us(up, index + 1) + lost_us - up.head_us
+    return _span_us(up, index + 1) + up.lost_us * faded(0, (index + 1) / up.work.ctas - 1.0)
 
 
 def _sent_us(gpu: Parts, panel: int) -> float:

@@ -25,13 +25,8 @@ _BURST_FADE = 0.55  # of the loss from one tile of a CTA to its next
 _PACED_PART = 0.1  # of the loss that pacing leaves
 _OUTSIDE = 3.0  # times the log error to expect where nothing near was measured
 _MAY_BE_ZERO = {
-    "hbm_half_ctas",
-    "coalesced",
-    "drift",
-    "burst_loss",
-    "flag_us",
-    "launch_us",
-    "tile_us",
+    *("hbm_half_ctas", "coalesced", "drift", "ragged", "burst_loss"),
+    *("flag_us", "launch_us", "tile_us", "flop_pj", "l2_pj", "hbm_pj"),
 }
 
 
@@ -189,15 +184,12 @@ class MachineModel:
         """The times that bound a tile, at a part of the full clock. L2 runs at the clock of SMs."""
         l2_bytes, hbm_bytes = self.l2_bytes(work), self.hbm_bytes(work)
 
-        latency = self.hbm_half_ctas  # CTAs that would be needed to hide it
-
         def memory(ahead: float) -> Memory:
-            hbm_us = max(0.0, hbm_bytes - ahead) / self.hbm_gbps * 1e-3
             return Memory(
                 port_us=(work.loaded_bytes - ahead) / self.sm_port_gbps / clock * 1e-3,
                 l2_us=(l2_bytes - ahead) / self.l2_gbps / clock * 1e-3,
-                hbm_us=hbm_us,
-                hbm_latency_us=hbm_us * latency,
+                hbm_us=max(0.0, hbm_bytes - ahead) / self.hbm_gbps * 1e-3,
+                hbm_half_ctas=self.hbm_half_ctas,
             )
 
         return TileTime(

@@ -73,12 +73,8 @@ def parse_line(line: str) -> Row:
 
     Raises: one of DAMAGE when the line is damaged.
     """
-    return decode(Row, _with_ids(json.loads(line)))
-
-
-def _with_ids(document: dict[str, Any]) -> dict[str, Any]:
-    """Ids are one database's own: the lines have none."""
-    return document | {"id": 0, "run": document["run"] | {"id": 0}}
+    document = json.loads(line)
+    return decode(Row, document | {"id": 0, "run": document["run"] | {"id": 0}})
 
 
 @cache

@@ -154,14 +154,12 @@ class _Simulation:
         cta.started_us = cta.now_us
         if cta.done:
             lost_us = self.parts[cta.gpu][cta.tiles[cta.done - 1][0]].lost_us
-            cta.now_us += lost_us and lost_us * faded(cta.done - 1)
+            cta.now_us += lost_us * faded(cta.done - 1)
         if cta.tile[0] == DOWN:
             cta.summed = 0
             self._sum(cta)
         else:
             cta.now_us += self.tile_us[cta.gpu][UP][cta.tile[-1]]
-            if not cta.done:
-                cta.now_us -= self.parts[cta.gpu][UP].head_us
             self._finish(cta)
 
     def _sum(self, cta: _Cta) -> None:

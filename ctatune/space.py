@@ -37,15 +37,10 @@ class Family(NamedTuple):
 
     def config(self, *, up_group: int = 1, down_group: int = 1, **rest: Any) -> Config:
         """A config of this family, with the deepest ring that fits into shared memory."""
-        tiles = {
-            name: Tile(m=self.m, n=n, group_m=group, split_k=self.split_k)
-            for name, n, group in (
-                ("up", self.n, up_group),
-                ("down", self.down_n or self.n, down_group),
-            )
-        }
+        up = Tile(m=self.m, n=self.n, group_m=up_group, split_k=self.split_k)
+        down = replace(up, n=self.down_n or self.n, group_m=down_group)
         kind = {"d_slabs": self.d_slabs, "multicast": self.multicast, "direct": self.direct}
-        least = Config(**tiles, **kind, **rest, stages=MIN_STAGES)
+        least = Config(up=up, down=down, **kind, **rest, stages=MIN_STAGES)
         stage = stage_bytes(least.up) + 2 * BARRIER_BYTES
         more = (SMEM_BYTES - smem_bytes(least)) // stage
         return replace(least, stages=MIN_STAGES + max(0, more))

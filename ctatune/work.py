@@ -11,7 +11,7 @@ from ctatune.config import Tile
 from ctatune.limits import TILE_K
 from ctatune.problem import BF16_BYTES
 
-LINE_BYTES = 128  # of L2
+L2_LINE_BYTES = 128  # of L2
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,7 +71,7 @@ class Work:
     def lines(self) -> float:
         """Cache lines that 128 bytes of a row touch: two, unless each row begins with a line."""
         pitch = self.inputs * BF16_BYTES
-        return 2.0 - math.gcd(pitch, LINE_BYTES) / LINE_BYTES
+        return 2.0 - math.gcd(pitch, L2_LINE_BYTES) / L2_LINE_BYTES
 
     @cached_property
     def input_rows(self) -> int:
@@ -148,12 +148,11 @@ class Memory(NamedTuple):
     port_us: float
     l2_us: float
     hbm_us: float
-    hbm_latency_us: float
+    hbm_half_ctas: float  # that would be needed to hide it
 
     def us(self, active: float) -> float:
         """With so many CTAs at work."""
-        hbm_us = self.hbm_us * active + self.hbm_latency_us
-        return max(self.port_us, self.l2_us * active, hbm_us)
+        return max(self.port_us, self.l2_us * active, self.hbm_us * (active + self.hbm_half_ctas))
 
 
 class TileTime(NamedTuple):
@@ -167,10 +166,11 @@ class TileTime(NamedTuple):
 
     def us(self, active: float) -> float:
         """Time from the start of a tile to its result in shared memory, `active` CTAs at work."""
-        memory_us = self.memory.us(active) + self.ragged_us
-        return max(self.tensor_us, memory_us) + self.between_us
+        return self._bound_us(self.memory, active) + self.between_us
 
     def ahead_us(self, active: float) -> float:
         """What weights that were loaded ahead save."""
-        memory_us = self.memory_ahead.us(active) + self.ragged_us
-        return self.us(active) - max(self.tensor_us, memory_us) - self.between_us
+        return self._bound_us(self.memory, active) - self._bound_us(self.memory_ahead, active)
+
+    def _bound_us(self, memory: Memory, active: float) -> float:
+        return max(self.tensor_us, memory.us(active) + self.ragged_us)
