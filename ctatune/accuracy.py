@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import importlib.util
 import math
@@ -199,7 +200,7 @@ def _heuristics_errors(single: Sequence[Point]) -> NDArray[np.float64]:
         return 1e6 * sum(best)
 
     expected_us = [call_us(point.problem) for point in single]
-    interface.handle = None  # version 0.1.0.27 crashes when it is destroyed
+    interface.handle = ctypes.c_void_p()  # version 0.1.0.27 crashes when it is destroyed
     return np.log(expected_us) - np.log([point.latency_us for point in single])
 
 

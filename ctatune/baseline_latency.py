@@ -19,8 +19,8 @@ _Sizes = tuple[int, int, int]  # m, outputs, inputs
 
 def modelled(problem: Problem) -> list[Baseline]:
     """The baselines of a problem that have a model, each in its fastest variant."""
-    several = problem.gpus > 1 and problem.output == "replicated"
-    return [Baseline(method="single"), *(Baseline(method=m) for m in TENSOR_PARALLEL if several)]
+    several = TENSOR_PARALLEL if problem.gpus > 1 else ()
+    return [Baseline(method="single"), *(Baseline(method=method) for method in several)]
 
 
 def baseline_us(problem: Problem, baseline: Baseline, machine: MachineModel) -> float:

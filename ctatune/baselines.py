@@ -18,7 +18,7 @@ from ctatune.operands import Inputs, cold_sets
 from ctatune.problem import BF16_BYTES, Problem
 from ctatune.reduce import TwoShotReduce
 from ctatune.schedule import Columns, split_columns
-from ctatune.timing import LAUNCHES
+from ctatune.timing import LAUNCHES, MIN_CALLS, QUEUE
 
 _Product = Callable[[int, int, int, int, Sizes], None]  # (gpu, x, w, y, sizes): tune or gemm
 
@@ -37,12 +37,14 @@ def why_not(baseline: Baseline, problem: Problem) -> str | None:
         return missing
     if baseline.method == "single":
         return None
-    if problem.gpus < 2 or problem.output != "replicated":
-        return f"{baseline.method} needs two GPUs and leaves Y2 replicated"
+    if problem.gpus < 2:
+        return f"{baseline.method} needs two GPUs"
     if baseline.chunk and problem.gpus != 2:
         return f"{baseline.method} has one GPU a stage: needs 2 GPUs"
     if baseline.chunk and baseline.chunk >= problem.m:
         return f"a chunk must have fewer rows than there are ({problem.m}), got {baseline.chunk}"
+    if MIN_CALLS * launches(baseline, problem) > QUEUE:
+        return f"chunks must not fill the queue of a stream, {baseline.chunk} rows are too few"
     return None
 
 

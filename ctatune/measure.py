@@ -167,7 +167,7 @@ class Bench:
 
         for place, i in enumerate(field):
             turn(i, NEXT_LOAD_SECONDS if place else LOAD_SECONDS, 1.0)
-        duty = min(load.duty for load in field.values())
+        duty = min((load.duty for i, load in field.items() if i not in lost), default=1.0)
         end = time.monotonic() + FINAL_SECONDS
         for _ in range(MAX_ROUNDS):
             here = [i for i in field if i not in lost]

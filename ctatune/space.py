@@ -184,14 +184,15 @@ def answers(config: Config | Baseline, gpus: int) -> bool:
 
 
 def baselines(problem: Problem) -> list[Baseline]:
-    """Every baseline that races in a search of this problem."""
+    """Every baseline that races in a search of this problem; their Y2 lies on every GPU, wherever
+    it is asked for."""
     ways = (False, True) if problem.m <= GRAPH_ROWS else (False,)
     found = [Baseline(method="single", graph=graph) for graph in ways]
-    if problem.gpus > 1 and problem.output == "replicated":
+    if problem.gpus > 1:
         found += [Baseline(method="tp", nccl=nccl) for nccl in _nccl_choices(problem)]
         found += [Baseline(method="tp_twoshot", graph=graph) for graph in ways]
         found += [Baseline(method="rowsplit")]
-    if problem.gpus == 2 and problem.output == "replicated":
+    if problem.gpus == 2:
         chunks = _chunks(problem.m)
         found += [Baseline(method="microbatch", chunk=chunk) for chunk in chunks]
         found += [Baseline(method="microbatch_cta", chunk=chunk) for chunk in chunks]

@@ -168,3 +168,16 @@ def test_tiles_after_a_burst_take_what_they_took(pace_us: float, measured_us) ->
     durations_us = [t.end_us - t.start_us for t in spans[: len(measured_us)]]
     assert durations_us == pytest.approx(measured_us, abs=8)
     assert sum(durations_us) == pytest.approx(sum(measured_us), rel=0.06)
+
+
+def test_what_a_tile_loads_is_what_there_is():
+    """Rows that exist, lines that rows touch, weights that the ring holds."""
+    one_token = work(1, 8192, 8192)
+    assert one_token.input_rows == 1
+    assert one_token.loaded_bytes == (1 + one_token.tile.n) * 8192 * 2
+    assert work(128, 8200, 8192).lines == 2 - 16 / 128
+    assert work(128, 8192, 8192).lines == 1
+    deep = work(1, 8192, 8192, stages=8)
+    assert deep.ahead_bytes == 7 * one_token.tile.n * 128
+    few, many = (MACHINE.tile_time(one_token).memory.us(active) for active in (8, 128))
+    assert many > few > many * 8 / 128
