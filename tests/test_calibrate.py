@@ -22,7 +22,7 @@ def test_a_plan_is_valid_mixed_and_the_same_each_day(gpus):
     assert len(set(problems)) >= 40
     assert 0.15 < sum(map(is_held_out, problems)) / len(problems) < 0.4
     total = 0
-    for problem in problems[:12]:
+    for problem in problems[:6]:
         plan = calibrate.plan(problem)
         ours = [config for config in plan if isinstance(config, Config)]
         assert plan == calibrate.plan(problem)
@@ -31,7 +31,7 @@ def test_a_plan_is_valid_mixed_and_the_same_each_day(gpus):
         assert not any(why_invalid(config, problem) for config in ours)
         assert Baseline(method="single") in plan
         total += len(ours)
-    assert total * len(problems) / 12 >= 600
+    assert total * len(problems) / 6 >= 600
 
 
 def test_a_calibration_goes_on_and_its_screenings_can_be_fitted(tmp_path, monkeypatch):

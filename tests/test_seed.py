@@ -149,7 +149,7 @@ def test_a_prediction_comes_back(shared, problem, config, low, value, model):
     assert (row.problem, row.config, row.prediction) == (problem, config, predicted)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(st.lists(st.tuples(problems, configs, measurements, platforms), max_size=4))
 def test_exported_lines_come_back_byte_for_byte(trials):
     with Store.memory() as one, Store.memory() as other:

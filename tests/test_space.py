@@ -201,7 +201,7 @@ def test_default_config_is_valid(problem: Problem) -> None:
     assert why_invalid(default_config(problem), problem) is None
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(problems)
 def test_candidates_are_valid_and_distinct(problem: Problem) -> None:
     configs = list(candidates(problem))
