@@ -26,6 +26,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         needed = 1 if item.get_closest_marker("gpu") else 0
         if marker := item.get_closest_marker("gpus"):
             needed = marker.args[0]
+        if needed:  # one process at a time has the GPUs
+            item.add_marker(pytest.mark.xdist_group("gpu"))
         if needed > available():
             reason = f"needs {needed} GPUs of sm_90, this machine has {available()}"
             item.add_marker(pytest.mark.skip(reason=reason))
