@@ -96,13 +96,13 @@ def held_out(
     return found
 
 
-def outside(some: Sequence[Point], document: dict[str, Any]) -> dict[str, Accuracy]:
+def outside(some: Sequence[Point], model_file: dict[str, Any]) -> dict[str, Accuracy]:
     """Errors of the estimate two to four times beyond what it was fitted to, in one size."""
     found = {}
     for size, limit in LIMITS:
         inner, outer = beyond(some, size, limit)
         if outer:
-            machine = fitted(inner, document)
+            machine = fitted(inner, model_file)
             found[f"estimate, {size} beyond {limit}"] = accuracy(outer, machine, estimate)
     return found
 

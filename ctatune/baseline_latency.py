@@ -1,7 +1,7 @@
 """What baselines take, by a model: products from rates, an all-reduce from latency and bandwidth.
 
-Micro-batches and `rowsplit` have no model: the first lost to our kernel wherever both were
-measured, the second may not answer.
+Micro-batches and `rowsplit` have no model: the first tie with our kernel at best (from 8192 tokens
+on, docs/results.md), the second may not answer.
 """
 
 from __future__ import annotations

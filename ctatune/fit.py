@@ -46,8 +46,6 @@ _PEAKS = {
     "cublas_tflops": "peak_tflops",
     "hbm_gbps": "peak_hbm_gbps",
 }
-
-
 # Sizes that a fit is judged beyond: fitted up to the limit, judged on two to four times as much.
 LIMITS = (("m", 1024), ("k", 4096), ("h", 8192))
 
@@ -69,9 +67,9 @@ def points(rows: Iterable[Row]) -> list[Point]:
     newest: dict[tuple[Problem, AnyConfig], Row] = {}
     for row in sorted(rows, key=lambda row: row.age):
         good = row.good and (row.measurement.phase, row.protocol) == ("screen", PROTOCOL)
-        ours = isinstance(row.config, Config) and row.kernel_hash == kernel_hash()
-        theirs = plain(row.config) in modelled(row.problem)
-        if good and (ours or theirs):
+        of_ours = isinstance(row.config, Config) and row.kernel_hash == kernel_hash()
+        has_model = plain(row.config) in modelled(row.problem)
+        if good and (of_ours or has_model):
             newest[row.problem, row.config] = row
     found: dict[tuple[Problem, AnyConfig], float] = {}
     for (problem, config), row in newest.items():

@@ -23,7 +23,7 @@ from ctatune.work import Memory, TileTime, Work
 
 ESTIMATE = "estimate-5"
 _NONE = Memory(0.0, 0.0, 0.0, 0.0)
-NO_TIME = TileTime(0.0, _NONE, _NONE, 0.0, 0.0)  # of a GPU that has no tiles of a layer
+_NO_TIME = TileTime(0.0, _NONE, _NONE, 0.0, 0.0)  # of a GPU that has no tiles of a layer
 _BURST = 0.5  # part of the last wave's outgoing burst that the spread of its tiles does not hide
 
 
@@ -49,31 +49,18 @@ def estimate(problem: Problem, config: AnyConfig, machine: MachineModel) -> Pred
     """Latency of a valid CTA-pipelined config, or of one of `baseline_latency.modelled`.
 
     Sustained clocks, cold weights, floor subtracted. Source: DESIGN 8; parameters from the machine
-    model. Some 100 to 300 us of Python.
+    model. Some 350 to 650 us of Python.
     """
     if isinstance(config, Baseline):
         latency_us = baseline_us(problem, config, machine)
     else:
-        latency_us = _cta_us(problem, config, machine)
+        _, latency_us = _clocked(problem, config, machine)
     return predicted(problem, latency_us * machine.factor(config), machine)
 
 
 def predicted(problem: Problem, latency_us: float, machine: MachineModel) -> Prediction:
     """A latency of the estimate with the interval that it has for a problem."""
     return prediction(latency_us, machine.doubt(problem, machine.estimate_log_sigma), ESTIMATE)
-
-
-def _cta_us(problem: Problem, config: Config, machine: MachineModel) -> float:
-    gpus = Counter(gpu_parts(problem, config, machine))
-    return _parts_us(problem, gpus, _looked_at(problem, config), machine)
-
-
-def _parts_us(
-    problem: Problem, gpus: Counter[Parts], panels: list[tuple[int, int]], machine: MachineModel
-) -> float:
-    """Latency of a call, given the parts of all GPUs and the panels to look at."""
-    end_us = max(_end_us(gpu, gpus, panels, machine) for gpu in gpus)
-    return machine.launch_us + end_us + _tail_us(problem, gpus, machine)
 
 
 def roofline_us(problem: Problem, machine: MachineModel, gpus: int) -> float:
@@ -88,9 +75,15 @@ def roofline_us(problem: Problem, machine: MachineModel, gpus: int) -> float:
 def gpu_parts(problem: Problem, config: Config, machine: MachineModel) -> list[Parts]:
     """The parts of both layers on each GPU, at the clocks that the power limit leaves; GPUs that
     do the same share the objects."""
+    return _clocked(problem, config, machine)[0]
+
+
+def _clocked(problem: Problem, config: Config, machine: MachineModel) -> tuple[list[Parts], float]:
+    """The parts of each GPU, and the latency of a call that they make."""
+    panels = _looked_at(problem, config)
     works = _works(problem, config, machine.platform)
 
-    def parts(clocks: dict[Works, float]) -> list[Parts]:
+    def at(clocks: dict[Works, float]) -> tuple[list[Parts], float]:
         found = {
             gpu: (
                 _part(*gpu[0], clocks.get(gpu, 1.0), config.pace_us, machine),
@@ -98,15 +91,17 @@ def gpu_parts(problem: Problem, config: Config, machine: MachineModel) -> list[P
             )
             for gpu in set(works)
         }
-        return [found[gpu] for gpu in works]
+        parts = [found[gpu] for gpu in works]
+        gpus = Counter(parts)
+        end_us = max(_end_us(gpu, gpus, panels, machine) for gpu in gpus)
+        return parts, machine.launch_us + end_us + _tail_us(problem, gpus, machine)
 
-    full = parts({})
-    full_us = _parts_us(problem, Counter(full), _looked_at(problem, config), machine)
+    full, full_us = at({})
     clocks = {
         gpu: machine.clock(sum(machine.energy_pj(work) for work, _ in gpu), full_us)
         for gpu in set(works)
     }
-    return full if min(clocks.values()) == 1.0 else parts(clocks)
+    return (full, full_us) if min(clocks.values()) == 1.0 else at(clocks)
 
 
 _work = lru_cache(maxsize=1 << 14)(Work)  # many configs share it: those of other mixes and paces
@@ -149,7 +144,7 @@ def _works(problem: Problem, config: Config, platform: Platform) -> tuple[Works,
 
 
 def _part(work: Work, peers: int, clock: float, pace_us: float, machine: MachineModel) -> Part:
-    time = machine.tile_time(work, clock) if work.tiles else NO_TIME
+    time = machine.tile_time(work, clock) if work.tiles else _NO_TIME
     tile_us = time.us(work.active)
     late_us = pace_delay_us(work.tile, pace_us, 1.0) if peers else 0.0
     return Part(

@@ -11,7 +11,7 @@ from ctatune.config import Tile
 from ctatune.limits import TILE_K
 from ctatune.problem import BF16_BYTES
 
-L2_LINE_BYTES = 128  # of L2
+L2_LINE_BYTES = 128
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

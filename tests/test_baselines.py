@@ -307,3 +307,11 @@ def test_what_a_baseline_cannot_run_is_said():
     )
     large = baselines.why_not(Baseline(method="microbatch_cta", chunk=512), problem(512))
     assert "fewer rows" in (large or "")
+
+
+def test_chunks_that_would_fill_the_queue_of_a_stream_are_refused(monkeypatch):
+    monkeypatch.setattr(baselines, "why_missing", lambda: None)
+    few, many = (Baseline(method="microbatch", chunk=rows) for rows in (64, 4))
+    assert baselines.why_not(few, problem(1024)) is None
+    reason = baselines.why_not(many, problem(1024))
+    assert reason == "chunks must not fill the queue of a stream, 4 rows are too few"
