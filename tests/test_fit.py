@@ -64,7 +64,9 @@ def test_one_wild_point_does_not_move_a_fit():
 
 
 def test_too_few_points_are_refused():
-    with pytest.raises(UsageError, match=r"a fit needs at least \d+ measured configs, got 3"):
+    rates = sum("prior" in entry for entry in DOCUMENT["parameters"].values())
+    assert rates > 20
+    with pytest.raises(UsageError, match=f"a fit needs at least {rates} measured configs, got 3"):
         fit.fitted(made_by(load())[:3], DOCUMENT)
 
 
@@ -112,6 +114,7 @@ def test_the_models_beat_their_opponents_where_no_fit_saw_anything():
     assert errors["estimate"]["mape"] <= 0.05
     assert errors["estimate"]["p90"] <= 0.12
     assert errors["simulator"]["mape"] <= 0.07
+    assert errors["simulator"]["worst"] <= 0.26  # the aim of 0.20 is missed: docs/decisions.md
     assert all(0.85 <= errors[name]["inside"] <= 0.95 for name in ("estimate", "simulator"))
     opponents = min(errors[name]["mape"] for name in ("roofline", "gradient boosting"))
     assert errors["estimate"]["mape"] < opponents / 2
