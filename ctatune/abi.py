@@ -23,7 +23,7 @@ from ctatune.limits import TILE_K, out_rows
 from ctatune.problem import BF16_BYTES, MAX_GPUS
 
 GROUP_THREADS = 128
-SEGMENT_UNIT = 256
+SEGMENT_UNIT, RECEIVER_UNIT = 256, 65536
 POLL_TIMEOUT_NS = 2_000_000_000
 
 PARAMS = np.dtype(
@@ -32,6 +32,7 @@ PARAMS = np.dtype(
         ("w_up", "V128"),
         ("w_down", "V128"),
         ("y1", "V128"),
+        ("ones", "V128"),
         ("y1_out", "V128", MAX_GPUS),
         ("y2_out", "V128", MAX_GPUS),
         ("y1_to", "u8", MAX_GPUS),
@@ -59,7 +60,7 @@ PARAMS = np.dtype(
         ("arrivals", "i4"),
         ("pace_ns", "i4"),
         ("y1_parity", "i4"),
-        ("segment_tiles", "i4", MAX_GPUS),
+        ("segment_tiles", "i4", 2 * MAX_GPUS),
         ("segment_block", "i4", MAX_GPUS + 1),
         ("y1_outs", "i4"),
         ("y2_outs", "i4"),
@@ -67,9 +68,13 @@ PARAMS = np.dtype(
         ("peers", "i4"),
         ("y1_own", "i4"),
         ("y2_own", "i4"),
+        ("flag_segments", "i4"),
+        ("w_down_column", "i4"),
+        ("partial_column", "i4", MAX_GPUS),
+        ("partial_width", "i4"),
         ("y1_gpu", "i4", MAX_GPUS),
         ("y2_gpu", "i4", MAX_GPUS),
-        ("padding", "V52"),  # the struct is aligned to 128 bytes
+        ("padding", "V104"),  # the struct is aligned to 128 bytes
     ],
     align=True,
 )
@@ -173,10 +178,17 @@ def box_bytes(rows: int) -> int:
     return rows * TILE_K * BF16_BYTES
 
 
-def packed(slots: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Slots as the kernel reads them: the segment stands above the layer in the first word."""
+def bf16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """The bits of values that bf16 holds exactly."""
+    return (np.ascontiguousarray(values).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+
+
+def packed(slots: NDArray[np.int32], places: NDArray[np.int32] | int = 0) -> NDArray[np.int32]:
+    """Slots as the kernel reads them: above the layer in the first word stands the segment, and
+    above that, of partial sums, the place of their receiver in `y1_out`.
+    """
     words = slots[:, :4].copy()
-    words[:, 0] += SEGMENT_UNIT * slots[:, 4]
+    words[:, 0] += SEGMENT_UNIT * slots[:, 4] + RECEIVER_UNIT * places
     return words
 
 

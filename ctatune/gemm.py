@@ -59,7 +59,8 @@ class Gemm:
         p["y2_out"][0] = tensor_map(y, (m, n), abi.out_box_rows(tile, m))
         p["y2_to"][0] = y
         p["y2_outs"] = p["y2_own"] = 1
-        p["panel_count"], p["segment_count"] = self._panels, 1
+        p["panel_count"] = self._panels
+        p["segment_count"] = p["flag_segments"] = 1
         p["segment_block"][1] = -(-k // TILE_K)
         return p
 

@@ -56,6 +56,7 @@ def preamble(config: Config, *, skip_wait: bool = False) -> str:
         "kSlabs": config.d_slabs,
         "kMulticast": config.multicast,
         "kDirect": config.direct,
+        "kReduce": config.down_axis == "h",
         "kSkipWait": skip_wait,
     }
     return "".join(

@@ -15,14 +15,15 @@ from ctatune.gpus import LINE_BYTES, Arena, Gpus
 from ctatune.kernel import Kernel
 from ctatune.limits import TILE_K
 from ctatune.problem import BF16_BYTES, MAX_GPUS
-from ctatune.schedule import DOWN, UP, Schedule
+from ctatune.schedule import PARTIAL, UP, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operands:
     """One set of inputs and outputs, a pointer for each GPU (0 where a GPU has no part).
 
-    Shapes: x m x k, w_up (own columns of up) x k, w_down (own columns of down) x h, y2 m x n.
+    Shapes: x m x k, w_up (own columns of up) x k, w_down (own columns of down) x h, or where Y2 is
+    summed over GPUs n x (own columns of up), y2 m x n.
     """
 
     x: tuple[int, ...]
@@ -64,22 +65,36 @@ class Mlp:
         return range(self.schedule.problem.gpus)
 
     @property
+    def _y1_gpus(self) -> Sequence[int]:
+        """GPUs whose Y1 is written, by themselves or by others."""
+        return self._all if self.schedule.reduces else self.schedule.y1_gpus
+
+    @property
     def _y1_bytes(self) -> int:
-        return 2 * self.schedule.problem.m * self.schedule.problem.h * BF16_BYTES
+        return 2 * self.schedule.problem.m * self.schedule.y1_width * BF16_BYTES
 
     def _place_workspace(self, arena: Arena) -> None:
         schedule = self.schedule
-        panels = schedule.panels * len(schedule.segments)
-        self._y1 = [
-            arena.alloc(g, self._y1_bytes) if g in schedule.y1_gpus else 0 for g in self._all
-        ]
+        panels = schedule.panels * len(schedule.arrivals(0))
+        self._y1 = [arena.alloc(g, self._y1_bytes) if g in self._y1_gpus else 0 for g in self._all]
+        width = schedule.config.down.n if schedule.reduces else 0
+        ones = abi.bf16_bits(np.eye(width, dtype=np.float32))
+        self._ones = [arena.upload(gpu, ones) if width else 0 for gpu in self._all]
         self._flags = [Flags.place(arena, gpu, panels) for gpu in self._all]
         self._slots = [schedule.slots(gpu) for gpu in self._all]
-        self._tiles = [arena.upload(gpu, abi.packed(self._slots[gpu])) for gpu in self._all]
+        self._tiles = [arena.upload(gpu, self._packed(gpu)) for gpu in self._all]
+
+    def _packed(self, gpu: int) -> NDArray[np.int32]:
+        """The slots of a GPU as the kernel reads them."""
+        slots = self._slots[gpu]
+        places = np.zeros(len(slots), np.int32)
+        for i in np.flatnonzero(slots[:, 0] == PARTIAL):
+            places[i] = _nearest(gpu, self._all).index(self.schedule.owner(int(slots[i, 3])))
+        return abi.packed(slots, places)
 
     def poison(self) -> None:
         """Fill Y1 with NaN (all bits set), each GPU on its stream: synchronise before a call."""
-        for gpu in self.schedule.y1_gpus:
+        for gpu in self._y1_gpus:
             self._gpus.fill(gpu, self._y1[gpu], 0xFF, self._y1_bytes)
 
     def _block(self, gpu: int, operands: Operands) -> Any:
@@ -89,23 +104,23 @@ class Mlp:
         schedule, problem, config = self.schedule, self.schedule.problem, self.schedule.config
         p["tiles"], p["tile_count"] = self._tiles[gpu], len(self._slots[gpu])
         p["stamps"] = self._stamps[gpu]
-        p["m"], p["h"], p["n"] = problem.m, problem.h, problem.n
+        p["m"], p["h"], p["n"] = problem.m, schedule.y1_width, problem.n
         p["up_k_blocks"] = -(-problem.k // TILE_K)
         p["x_box_bytes"] = abi.box_bytes(abi.in_box_rows(config.up, problem.m))
         p["y1_box_bytes"] = abi.box_bytes(abi.in_box_rows(config.down, problem.m))
         p["panel_count"] = schedule.panels
-        segments = schedule.segments
+        segments, arrivals = schedule.segments, schedule.arrivals(gpu)
         p["pace_ns"] = round(1000 * config.pace_us)
         p["y1_parity"] = 1
-        p["segment_count"] = len(segments)
-        p["segment_tiles"][: len(segments)] = schedule.segment_arrivals
+        p["segment_count"], p["flag_segments"] = len(segments), len(arrivals)
+        p["segment_tiles"][: len(arrivals)] = arrivals
         p["segment_block"][: len(segments)] = [segment.start // TILE_K for segment in segments]
         p["segment_block"][len(segments)] = -(-problem.h // TILE_K)
         return p
 
     def _write_maps(self, p: Any, gpu: int, operands: Operands) -> None:
         problem, config = self.schedule.problem, self.schedule.config
-        m, y1_sizes = problem.m, (2, problem.m, problem.h)
+        m, y1_sizes = problem.m, (2, problem.m, self.schedule.y1_width)
         columns = self.schedule.columns
         rows = abi.in_box_rows(config.up, m)
         p["x"] = tensor_map(operands.x[gpu], (m, problem.k), rows)
@@ -113,28 +128,39 @@ class Mlp:
             box = abi.weight_box_rows(config.up, config)
             p["w_up"] = tensor_map(operands.w_up[gpu], (own, problem.k), box)
             rows = abi.out_box_rows(config.up, m)
-            for i, to in enumerate(_nearest(gpu, self.schedule.y1_gpus)):
+            for i, to in enumerate(_nearest(gpu, self._y1_gpus)):
                 p["y1_to"][i] = self._y1[to]
                 p["y1_out"][i] = tensor_map(self._y1[to], y1_sizes, rows)
-        if own := columns[DOWN][gpu].width:
+        held = self.schedule.w_down_held(gpu)
+        if held[0].width:
             box = abi.weight_box_rows(config.down, config)
-            p["w_down"] = tensor_map(operands.w_down[gpu], (own, problem.h), box)
+            sizes = tuple(part.width for part in held)
+            p["w_down"] = tensor_map(operands.w_down[gpu], sizes, box)
+            p["w_down_column"] = held[1].start
             p["y1"] = tensor_map(self._y1[gpu], y1_sizes, abi.in_box_rows(config.down, m))
             rows = abi.out_box_rows(config.down, m)
             for i, to in enumerate(_nearest(gpu, self.schedule.y2_gpus[gpu])):
                 p["y2_to"][i] = operands.y2[to]
                 p["y2_out"][i] = tensor_map(operands.y2[to], (m, problem.n), rows)
+        if self.schedule.reduces:
+            box = abi.weight_box_rows(config.down, config)
+            p["ones"] = tensor_map(self._ones[gpu], (config.down.n, config.down.n), box)
+            for i, to in enumerate(_nearest(gpu, self._all)):
+                p["partial_column"][i] = self.schedule.partial_column(to)
+            p["partial_width"] = self.schedule.partial_width
 
     def _write_flags(self, p: Any, gpu: int) -> None:
         schedule = self.schedule
-        y1_gpus = _nearest(gpu, schedule.y1_gpus if schedule.columns[UP][gpu].width else ())
+        works = schedule.columns[UP][gpu].width > 0
+        y1_gpus = _nearest(gpu, schedule.y1_receivers(gpu) if works else ())
+        flagged = _nearest(gpu, self._y1_gpus if works else ())  # partial sums too
         y2_gpus = _nearest(gpu, schedule.y2_gpus[gpu])
         y2_peers = [to for to in y2_gpus if to != gpu]
         p["y1_outs"], p["y2_outs"] = len(y1_gpus), len(y2_gpus)
         p["y1_own"], p["y2_own"] = gpu in y1_gpus, gpu in y2_gpus
-        p["y1_gpu"][: len(y1_gpus)] = y1_gpus
+        p["y1_gpu"][: len(flagged)] = flagged
         p["y2_gpu"][: len(y2_gpus)] = y2_gpus
-        p["panels_out"][: len(y1_gpus)] = [self._flags[to].panels for to in y1_gpus]
+        p["panels_out"][: len(flagged)] = [self._flags[to].panels for to in flagged]
         p["arrived_outs"] = len(y2_peers)
         p["arrived_out"][: len(y2_peers)] = [self._flags[to].arrived for to in y2_peers]
         p["arrivals"] = self.ctas * len(schedule.senders(gpu))

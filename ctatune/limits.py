@@ -56,7 +56,12 @@ def default_split(gpus: int) -> tuple[int, int]:
 
 def why_invalid(config: Config, problem: Problem, *, sm_count: int = 132) -> str | None:
     """The rule that a config breaks for a problem on a GPU with `sm_count` SMs, or None."""
-    return _why_shape(problem) or _why_tiles(config) or _why_split(config, problem, sm_count)
+    return (
+        _why_shape(problem)
+        or _why_tiles(config)
+        or _why_split(config, problem, sm_count)
+        or _why_axis(config, problem)
+    )
 
 
 def _why_shape(problem: Problem) -> str | None:
@@ -143,13 +148,23 @@ def _why_split(config: Config, problem: Problem, sm_count: int) -> str | None:
         if config.multicast and (rows % 2 or tile.group_m % 2):
             rule = "an even number of tile rows and an even group (tiles go in pairs)"
             return f"multicast needs {rule}, {name} has {rows} in groups of {tile.group_m}"
-    if config.down_axis != "n":
-        return "down_axis h is not built yet: the kernel has no reduction over GPUs"
     most = resident_ctas(config, sm_count)
     if not 0 <= config.ctas <= most:
         return f"ctas must be at most {most} (those that run at the same time), got {config.ctas}"
     if config.ctas % config.cluster:
         return f"ctas must be a multiple of the cluster ({config.cluster}), got {config.ctas}"
+    return None
+
+
+def _why_axis(config: Config, problem: Problem) -> str | None:
+    if config.down_axis == "n":
+        return None
+    if config.mix < 1.0 or problem.gpus < 2:
+        return "down_axis h needs mix 1 and two GPUs or more (each sums over what it computed)"
+    if problem.h <= (problem.gpus - 1) * config.up.n:
+        return "down_axis h needs a tile of up on each GPU (it sums over what it computed)"
+    if (config.up.m, config.up.split_k) != (config.down.m, config.down.split_k):
+        return "down_axis h needs the same tile m and split_k in both layers (they share panels)"
     return None
 
 

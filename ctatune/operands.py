@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from ctatune.gpus import Arena, Gpus
 from ctatune.launch import Operands
 from ctatune.problem import BF16_BYTES, Problem
-from ctatune.schedule import DOWN, UP, Columns, Schedule
+from ctatune.schedule import UP, Columns, Schedule
 
 _X, _W_UP, _W_DOWN = 0, 1, 2
 MAX_SETS = 256  # enough for 0.5 MB a set
@@ -80,9 +82,14 @@ def elements_read(schedule: Schedule) -> int:
     problem = schedule.problem
     return min(
         (schedule.columns[UP][g].width + problem.m) * problem.k
-        + schedule.columns[DOWN][g].width * problem.h
+        + math.prod(part.width for part in schedule.w_down_held(g))
         for g in range(problem.gpus)
     )
+
+
+def _w_down(inputs: Inputs, schedule: Schedule, gpu: int, which: int) -> int:
+    rows, columns = schedule.w_down_held(gpu)
+    return inputs.w_down(gpu, rows, which, columns)
 
 
 def place(inputs: Inputs, schedule: Schedule, sets: int) -> list[Operands]:
@@ -93,7 +100,7 @@ def place(inputs: Inputs, schedule: Schedule, sets: int) -> list[Operands]:
         Operands(
             x=tuple(inputs.x(gpu, which) for gpu in everyone),
             w_up=tuple(inputs.w_up(g, schedule.columns[UP][g], which) for g in everyone),
-            w_down=tuple(inputs.w_down(g, schedule.columns[DOWN][g], which) for g in everyone),
+            w_down=tuple(_w_down(inputs, schedule, g, which) for g in everyone),
             y2=y2,
         )
         for which in range(sets)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ctatune.errors import ScheduleError
 from ctatune.limits import TILE_K, out_rows
-from ctatune.schedule import DOWN, NOTHING, UP, Columns, Schedule
+from ctatune.schedule import DOWN, NOTHING, PARTIAL, UP, Columns, Schedule
 
 Matrix = NDArray[np.float32]
 _SPEED_OCTAVES = 6.0  # the fastest CTA may run 64 times as fast as the slowest
@@ -104,6 +104,10 @@ class _Cta:
         self.summed, self.partial = 0, None
 
 
+def _cut(weight: Matrix, rows: Columns, columns: Columns) -> Matrix:
+    return weight[rows.start : rows.stop, columns.start : columns.stop]
+
+
 class _State:
     """Memory of all GPUs: weights cut as the schedule says, poisoned outputs, counters of Y1."""
 
@@ -112,26 +116,26 @@ class _State:
     ) -> None:
         problem = schedule.problem
         self.schedule, self.x, self.skip_wait = schedule, x, skip_wait
-        self.tiles = schedule.config.tiles
-        self.local_weights = [
-            [weight[part.start : part.stop] for part in parts]
-            for weight, parts in zip(weights, schedule.columns, strict=True)
-        ]
-        sizes = [(problem.m, layer.outputs) for layer in problem.layers]
         gpus = range(problem.gpus)
+        self.local_weights = [
+            [weights[UP][own.start : own.stop] for own in schedule.columns[UP]],
+            [_cut(weights[DOWN], *schedule.w_down_held(gpu)) for gpu in gpus],
+        ]
+        sizes = [(problem.m, schedule.y1_width), (problem.m, problem.n)]
         self.y = [[np.full(size, np.nan, np.float32) for _ in gpus] for size in sizes]
         self.written = [[np.zeros(size, bool) for _ in gpus] for size in sizes]
         self.slots = [schedule.slots(gpu).tolist() for gpu in gpus]
         self.parts: dict[tuple[int, int], dict[int, Matrix]] = {}  # of (GPU, first slot of a tile)
-        counters = (problem.gpus, schedule.panels, len(schedule.segments))
-        self.arrived = np.zeros(counters, dtype=int)
+        self.targets = [schedule.arrivals(gpu) for gpu in gpus]
+        self.arrived = np.zeros((problem.gpus, schedule.panels, len(self.targets[0])), dtype=int)
 
     def ready(self, cta: _Cta) -> bool:
         layer, *_, part = self._slot(cta)
         if layer == NOTHING:
             return True
         if cta.summed == self._sums(layer):
-            return len(self.parts[cta.gpu, cta.position - part]) == self.tiles[layer].split_k
+            parts = self.schedule.tile_of(layer).split_k
+            return len(self.parts[cta.gpu, cta.position - part]) == parts
         return self.skip_wait or self._missing(cta) is None
 
     def _slot(self, cta: _Cta) -> list[int]:
@@ -139,34 +143,42 @@ class _State:
 
     def _sums(self, layer: int) -> int:
         """Steps that sum a tile: K of `up` in one, that of `down` a segment a step."""
-        return 1 if layer == UP else len(self.schedule.segments)
+        return len(self.schedule.segments) if layer == DOWN else 1
+
+    def _adds_partial(self, cta: _Cta) -> bool:
+        """Whether the next step of a `down` tile adds what another GPU summed."""
+        return self.schedule.reduces and cta.summed > 0
 
     def _segment(self, cta: _Cta) -> int:
         """The segment that the `down` tile of a CTA sums next."""
         return self.schedule.circle(self._slot(cta)[4])[cta.summed]
 
+    def _counter(self, cta: _Cta) -> int:
+        """The counter of a panel that says when that can be summed."""
+        behind = len(self.schedule.segments) if self._adds_partial(cta) else 0
+        return behind + self._segment(cta)
+
     def _missing(self, cta: _Cta) -> tuple[int, int] | None:
-        """The first panel, and the segment in it, that the next step of a CTA waits for."""
+        """The first panel, and the counter of it, that the next step of a CTA waits for."""
         layer, row, *_ = self._slot(cta)
-        if layer != DOWN or cta.summed == self._sums(layer):
+        if layer not in (DOWN, PARTIAL) or cta.summed == self._sums(layer):
             return None
-        segment = self._segment(cta)
-        target = self.schedule.segment_arrivals[segment]
+        counter = self._counter(cta)
         for panel in self.schedule.panels_of(row):
-            if self.arrived[cta.gpu, panel, segment] < target:
-                return panel, segment
+            if self.arrived[cta.gpu, panel, counter] < self.targets[cta.gpu][counter]:
+                return panel, counter
         return None
 
     def why_blocked(self, ctas: list[_Cta]) -> str:
         blocked = f"all {len(ctas)} unfinished CTAs are blocked"
         found = ((cta.gpu, missing) for cta in ctas if (missing := self._missing(cta)))
-        gpu, (panel, segment) = next(found, (0, (-1, -1)))
+        gpu, (panel, counter) = next(found, (0, (-1, -1)))
         if panel < 0:
             return f"{blocked}: each waits for other parts of its tile"
         return (
             f"{blocked}: GPU {gpu} waits for panel {panel}, "
-            f"segment {segment}, target {self.schedule.segment_arrivals[segment]}, "
-            f"value {self.arrived[gpu, panel, segment]}"
+            f"segment {counter}, target {self.targets[gpu][counter]}, "
+            f"value {self.arrived[gpu, panel, counter]}"
         )
 
     def step(self, cta: _Cta) -> None:
@@ -181,14 +193,22 @@ class _State:
 
     def _sum(self, cta: _Cta, layer: int) -> None:
         """Adds one segment to the partial sums, in float32 and in the order of the schedule."""
-        _, row, local, _, _, part = self._slot(cta)
-        problem, tile = self.schedule.problem, self.tiles[layer]
+        _, row, local, col, _, part = self._slot(cta)
+        schedule, tile = self.schedule, self.schedule.tile_of(layer)
         if layer == UP:
-            a, segment = self.x, Columns(0, problem.k)
+            a, weights = self.x, self.local_weights[UP][cta.gpu][local : local + tile.n]
+            inputs, held = Columns(0, schedule.problem.k), Columns(0, schedule.problem.k)
+        elif self._adds_partial(cta):
+            first = schedule.partial_column(cta.gpu) + self._segment(cta) * schedule.partial_width
+            rest = min(tile.n, schedule.problem.n - col)
+            a, weights = self.y[UP][cta.gpu], np.eye(rest, dtype=np.float32)
+            inputs = held = Columns(first + col, first + col + rest)
         else:
-            a, segment = self.y[UP][cta.gpu], self.schedule.segments[self._segment(cta)]
-        own = part_of(segment, part, tile.split_k)
-        weight = self.local_weights[layer][cta.gpu][local : local + tile.n, own.start : own.stop]
+            a, held = self.y[UP][cta.gpu], schedule.w_down_held(cta.gpu)[1]
+            inputs = schedule.segments[self._segment(cta)]
+            weights = self.local_weights[DOWN][cta.gpu][local : local + tile.n]
+        own = part_of(inputs, part, tile.split_k)
+        weight = weights[:, own.start - held.start : own.stop - held.start]
         added = linear(a[row : row + tile.m, own.start : own.stop], weight)
         cta.partial = added if cta.partial is None else cta.partial + added
         cta.summed += 1
@@ -198,20 +218,28 @@ class _State:
     def _finish(self, cta: _Cta, layer: int) -> None:
         """Adds the other parts to the CTA's own, in their order, and stores the rows it owns."""
         _, row, _, col, segment, part = self._slot(cta)
-        tile, parts = self.tiles[layer], self.parts[cta.gpu, cta.position - part]
+        schedule = self.schedule
+        tile, parts = schedule.tile_of(layer), self.parts[cta.gpu, cta.position - part]
         first = part * out_rows(tile)
         own = slice(first, first + out_rows(tile))
         result = parts[part][own]
         for other in range(tile.split_k):
             if other != part:
                 result = result + parts[other][own]
+        receivers, counter = schedule.y2_gpus[cta.gpu], None
         if layer == UP:
+            receivers, counter = schedule.y1_receivers(cta.gpu), segment
+        elif layer == PARTIAL:
+            receivers = (owner := schedule.owner(col),)
+            col += schedule.partial_column(owner) + segment * schedule.partial_width
+            counter = len(schedule.segments) + segment
+        if counter is not None:
             result = round_bf16(result)
-        for gpu in self.schedule.y1_gpus if layer == UP else self.schedule.y2_gpus[cta.gpu]:
+        for gpu in receivers:
             if result.size or not part:  # the last rows of a ragged tile may be another part's
-                self._store(layer, gpu, row + first, col, result)
-            if layer == UP:
-                self.arrived[gpu, row // tile.m, segment] += 1
+                self._store(DOWN if counter is None else UP, gpu, row + first, col, result)
+            if counter is not None:
+                self.arrived[gpu, row // tile.m, counter] += 1
         cta.next_slot()
 
     def _store(self, layer: int, gpu: int, row: int, col: int, result: Matrix) -> None:

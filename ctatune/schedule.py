@@ -16,7 +16,8 @@ from ctatune.config import Config, Tile
 from ctatune.problem import Problem
 
 UP, DOWN = 0, 1
-NOTHING = 2  # instead of a layer: a slot without a tile
+PARTIAL = 2  # a `down` tile of the owner, summed over another GPU's segment for it
+NOTHING = 3  # instead of a layer: a slot without a tile
 
 
 class Columns(NamedTuple):
@@ -40,6 +41,10 @@ class Schedule:
     them in a circle that begins with its segment (that of its own GPU, which is there first), and
     waits in each panel that covers its rows for `segment_tiles` arrivals of each segment.
     `y1_gpus` receive every tile of Y1; `y2_gpus[g]` receive the Y2 tiles that GPU g computes.
+
+    With `down_axis` h Y1 stays where it is computed. GPU g sums all tiles of Y2 over its segment
+    alone: those of `columns[DOWN]` of others first, as PARTIAL tiles in bf16, which their owners
+    receive and add, in the order of the circle, to the DOWN tiles that they sum themselves.
     """
 
     problem: Problem
@@ -50,6 +55,49 @@ class Schedule:
     y2_gpus: tuple[tuple[int, ...], ...]
     panels: int
     segments: tuple[Columns, ...]
+
+    @property
+    def reduces(self) -> bool:
+        """Whether Y2 is summed over GPUs."""
+        return self.config.down_axis == "h"
+
+    @property
+    def y1_width(self) -> int:
+        """Columns of the memory of Y1: those of Y1, then partial sums, each in whole tiles."""
+        if not self.reduces:
+            return self.problem.h
+        return self._partial_start + len(self.segments) * self.partial_width
+
+    @property
+    def _partial_start(self) -> int:
+        return _whole(self.problem.h, self.config.up.n)
+
+    @property
+    def partial_width(self) -> int:
+        """Columns of Y1 between the partial sums over one segment and those over the next."""
+        return _whole(max(own.width for own in self.columns[DOWN]), self.config.down.n)
+
+    def partial_column(self, gpu: int) -> int:
+        """Where in Y1 on `gpu` column 0 of Y2 would lie, of the partial sums over segment 0."""
+        return self._partial_start - self.columns[DOWN][gpu].start
+
+    def w_down_held(self, gpu: int) -> tuple[Columns, Columns]:
+        """Rows and columns of W_down that a GPU holds."""
+        if not self.reduces:
+            return self.columns[DOWN][gpu], Columns(0, self.problem.h)
+        return Columns(0, self.problem.n), self.columns[UP][gpu]
+
+    def tile_of(self, layer: int) -> Tile:
+        """The tile of a layer."""
+        return self.config.up if layer == UP else self.config.down
+
+    def y1_receivers(self, gpu: int) -> tuple[int, ...]:
+        """GPUs that receive the Y1 tiles that `gpu` computes."""
+        return (gpu,) if self.reduces else self.y1_gpus
+
+    def owner(self, column: int) -> int:
+        """The GPU whose part of Y2 holds a column."""
+        return next(g for g, own in enumerate(self.columns[DOWN]) if column < own.stop)
 
     @property
     def segment_tiles(self) -> tuple[int, ...]:
@@ -70,6 +118,17 @@ class Schedule:
         """What the counter of each segment of a panel gains in a call: one for each part."""
         return tuple(count * self.config.up.split_k for count in self.segment_tiles)
 
+    def arrivals(self, gpu: int) -> tuple[int, ...]:
+        """What each counter of a panel on `gpu` gains in a call: those of the segments and, where
+        Y2 is summed over GPUs, of the partial sums over each."""
+        if not self.reduces:
+            return self.segment_arrivals
+        own, tiles = self.columns[DOWN][gpu], np.concatenate(self.tiles)
+        first_row = tiles[(tiles[:, 0] == PARTIAL) & (tiles[:, 1] == 0)]
+        here = first_row[(own.start <= first_row[:, 3]) & (first_row[:, 3] < own.stop), 4]
+        counts = np.bincount(here, minlength=len(self.segments)) * self.config.down.split_k
+        return (*self.segment_arrivals, *map(int, counts))
+
     def slots(self, gpu: int) -> NDArray[np.int32]:
         """What the CTAs of a GPU take: CTA c of C takes rows c, c + C, ... of `slots`."""
         return slots(self.tiles[gpu], self.config)
@@ -83,6 +142,10 @@ class Schedule:
     def senders(self, gpu: int) -> tuple[int, ...]:
         """Peers that store tiles of Y2 into `gpu`."""
         return tuple(g for g, to in enumerate(self.y2_gpus) if gpu in to and g != gpu)
+
+
+def _whole(width: int, tile_n: int) -> int:
+    return -(-width // tile_n) * tile_n
 
 
 def shares(stage: int, config: Config, gpus: int) -> list[float]:
@@ -115,12 +178,29 @@ def layer_columns(problem: Problem, config: Config) -> tuple[tuple[Columns, ...]
     )
 
 
-def raster(layer: int, m: int, columns: Columns, tile: Tile, segment: int) -> NDArray[np.int32]:
-    """Grouped raster: `group_m` tile rows at a time, column by column inside the group."""
+def _peers(gpu: int, gpus: int) -> list[int]:
+    """The other GPUs, the next one first."""
+    return [(gpu + i) % gpus for i in range(1, gpus)]
+
+
+def raster(
+    layer: int,
+    m: int,
+    columns: Columns,
+    tile: Tile,
+    segment: int,
+    *,
+    held_from: int | None = None,
+) -> NDArray[np.int32]:
+    """Grouped raster: `group_m` tile rows at a time, column by column inside the group.
+
+    The weight here begins with the row of column `held_from` (None: of the first of `columns`).
+    """
+    held_from = columns.start if held_from is None else held_from
     rows = np.arange(0, m, tile.m)
     cols = np.arange(columns.start, columns.stop, tile.n)
     order = [
-        (layer, row, col - columns.start, col, segment)
+        (layer, row, col - held_from, col, segment)
         for first in range(0, len(rows), tile.group_m)
         for col in cols
         for row in rows[first : first + tile.group_m]
@@ -129,13 +209,13 @@ def raster(layer: int, m: int, columns: Columns, tile: Tile, segment: int) -> ND
 
 
 def slots(tiles: NDArray[np.int32], config: Config) -> NDArray[np.int32]:
-    """Rows of (tile, part) for CTAs in clusters, of all `up` tiles and then of all `down` tiles.
+    """Rows of (tile, part) for CTAs in clusters: `up` tiles, partial sums, then `down` tiles.
 
     The CTAs of a cluster are neighbours. A split tile fills `split_k` slots, one a part; rows of
     NOTHING fill the last cluster of a layer.
     """
     rows = []
-    for layer, tile in enumerate(config.tiles):
+    for layer, tile in ((UP, config.up), (PARTIAL, config.down), (DOWN, config.down)):
         own = np.repeat(tiles[tiles[:, 0] == layer], tile.split_k, axis=0)
         part = np.arange(len(own), dtype=np.int32) % tile.split_k
         padding = np.full((-len(own) % config.cluster, 6), (NOTHING, 0, 0, 0, 0, 0), np.int32)
@@ -147,13 +227,26 @@ def build(problem: Problem, config: Config) -> Schedule:
     """The schedule of a valid config (`limits.why_invalid` is None) for a problem."""
     up, down = layer_columns(problem, config)
     everyone = range(problem.gpus)
+    reduces = config.down_axis == "h"
     workers = [gpu for gpu in everyone if up[gpu].width]
     first = [workers.index(gpu) if gpu in workers else 0 for gpu in everyone]
     tiles = tuple(
         np.concatenate(
             [
                 raster(UP, problem.m, up[gpu], config.up, first[gpu]),
-                raster(DOWN, problem.m, down[gpu], config.down, first[gpu]),
+                *(
+                    raster(PARTIAL, problem.m, down[to], config.down, first[gpu], held_from=0)
+                    for to in _peers(gpu, problem.gpus)
+                    if reduces
+                ),
+                raster(
+                    DOWN,
+                    problem.m,
+                    down[gpu],
+                    config.down,
+                    first[gpu],
+                    held_from=0 if reduces else None,
+                ),
             ]
         )
         for gpu in everyone
@@ -175,7 +268,8 @@ def alone(schedule: Schedule) -> Schedule:
     problem = replace(schedule.problem, gpus=1, output="replicated")
     config = replace(schedule.config, mix=1.0, stage_split=(1, 0))
     tiles = np.concatenate(schedule.tiles)
-    tiles = tiles[np.argsort(tiles[:, 0], kind="stable")]  # every `up` tile before any `down` tile
+    order = np.array([0, 2, 1])  # every `up` tile before any partial sum, these before `down`
+    tiles = tiles[np.argsort(order[tiles[:, 0]], kind="stable")]
     tiles[:, 2] = tiles[:, 3]  # all rows of each weight are here
     return replace(
         schedule,

@@ -5,6 +5,11 @@
 // Y1 segment by segment, beginning with its own GPU's, and waits for each as it comes to it, so that
 // transfers hide behind sums. The list is data (ctatune/schedule.py).
 //
+// With kReduce (`down` divided along h) Y1 stays where it was computed. A GPU sums each tile of Y2
+// over its own segment: those that other GPUs own first, as `partial` tiles in bf16, which go into
+// columns of the owner's Y1 behind its segments; then its own, to which it adds the partial sums of
+// its peers as more K blocks: their columns times a matrix with ones on the diagonal.
+//
 //   warp              role         waits for                        signals
 //   0                 load         empty[stage], panel counters     full[stage] (TMA bytes)
 //   1                 store        d_full[slot], started, arrived   d_empty[slot], panels, arrived
@@ -21,7 +26,8 @@
 //
 // Flags that GPUs share only grow; each stands on its own 128-byte line of the GPU that polls it:
 //   panels[2][panels][segments]  tiles that arrived here, by parity of the call; a segment is the
-//                      part of Y1's columns that one GPU computes
+//                      part of Y1's columns that one GPU computes; with kReduce followed by the
+//                      partial sums of each
 //   started[gpu]       calls that this peer has started
 //   arrived            CTAs of peers that have delivered all their Y2 tiles here
 // A GPU in call e stores Y1 into a peer that has started call e - 1: that peer has finished e - 2,
@@ -29,7 +35,7 @@
 // read the Y2 of call e - 1 on that peer's stream is done.
 //
 // Defined before this text (ctatune/jit.py): kUpM kUpN kUpSplit kDownM kDownN kDownSplit kStages
-// kSlabs kMulticast kDirect kSkipWait.
+// kSlabs kMulticast kDirect kReduce kSkipWait.
 
 #include <cute/tensor.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -48,7 +54,9 @@ constexpr int kTileK = 64;                  // 128 bytes of bf16: one row of the
 constexpr int kRowBytes = 128;
 constexpr int kLine = 32;                   // uint32 in the 128-byte line of one flag
 constexpr int kSegmentUnit = 256;           // in the first word of a tile, above the layer
-constexpr int kUpTile = 0, kDownTile = 1;    // another layer: nothing, keeps clusters together
+constexpr int kReceiverUnit = 65536;        // above the segment
+constexpr int kUpTile = 0, kDownTile = 1, kPartialTile = 2;
+constexpr int kNoTile = 3;                  // keeps clusters together
 constexpr int kMathGroups = kUpM <= 64 && kUpN == 64 && kDownM <= 64 && kDownN == 64 ? 1 : 2;
 constexpr int kThreads = 128 * (1 + kMathGroups);
 constexpr int kMaxSplit = kUpSplit > kDownSplit ? kUpSplit : kDownSplit;
@@ -98,7 +106,7 @@ enum PollCode : uint32_t { kPanelPoll = 1, kStartedPoll = 2, kArrivedPoll = 3, k
 
 // Mirrored by ctatune/abi.py. Pointers `*_out` lead into the memory of peers (or our own).
 struct Params {
-  TensorMap x, w_up, w_down, y1;
+  TensorMap x, w_up, w_down, y1, ones;      // ones: on the diagonal, as wide as a `down` tile
   TensorMap y1_out[kMaxGpus], y2_out[kMaxGpus];
   bf16 *y1_to[kMaxGpus], *y2_to[kMaxGpus];  // the same places, for stores from registers
   uint32_t* panels_out[kMaxGpus];
@@ -109,17 +117,22 @@ struct Params {
   uint32_t* arrived;
   uint32_t* calls;                          // [0]: finished calls, [kLine]: CTAs that left this one
   PollError* error;
-  int4 const* tiles;                        // {layer + 256 segment, row, row in weight, column}
+  int4 const* tiles;                        // {layer + 256 segment + 65536 place of the receiver of
+                                            // partial sums in y1_out, row, row in weight, column}
   long long* stamps;                        // null, or kStamps times a tile
   long long timeout_ns;
   int tile_count, m, h, n, up_k_blocks;
   int x_box_bytes, y1_box_bytes;            // bytes of one A box: rows that exist, not tile rows
   int panel_count, segment_count, arrivals, pace_ns;
   int y1_parity;                            // 1: Y1 has a plane for each parity of the call
-  int segment_tiles[kMaxGpus];              // of one panel, times the CTAs that store each
+  int segment_tiles[2 * kMaxGpus];          // of one panel, times the CTAs that store each
   int segment_block[kMaxGpus + 1];          // first K block of `down` in each segment, and the end
   int y1_outs, y2_outs, arrived_outs, peers;
   int y1_own, y2_own;                       // 1 when destination 0 is this GPU, else 0
+  int flag_segments;                        // of a panel: segments and, with kReduce, partial sums
+  int w_down_column;                        // of Y1 that the first column of w_down here belongs to
+  int partial_column[kMaxGpus];             // where column 0 of Y2 would lie in Y1 of y1_out
+  int partial_width;                        // columns from the partial sums of one GPU to the next
   int y1_gpu[kMaxGpus], y2_gpu[kMaxGpus];
 };
 
@@ -148,7 +161,26 @@ __device__ void prefetch_map(TensorMap const& map) {
 
 __device__ uint32_t* panel_flag(uint32_t* panels, Params const& p, uint32_t epoch, int panel,
                                 int segment) {
-  return panels + (((epoch & 1) * p.panel_count + panel) * p.segment_count + segment) * kLine;
+  return panels + (((epoch & 1) * p.panel_count + panel) * p.flag_segments + segment) * kLine;
+}
+
+__device__ int layer_of(int4 tile) { return tile.x % kSegmentUnit; }
+__device__ int segment_of(int4 tile) { return tile.x % kReceiverUnit / kSegmentUnit; }
+__device__ bool is_partial(int4 tile) { return kReduce && layer_of(tile) == kPartialTile; }
+
+// Places in y1_out or y2_out of those who get a tile: [begin, own) this GPU, [own, end) peers.
+struct Receivers { int begin, own, end; };
+template <bool kIsUp>
+__device__ Receivers receivers_of(Params const& p, int4 tile) {
+  if constexpr (kIsUp) return {0, p.y1_own, p.y1_outs};
+  if (!is_partial(tile)) return {0, p.y2_own, p.y2_outs};
+  int const place = tile.x / kReceiverUnit;
+  return {place, max(place, p.y1_own), place + 1};
+}
+
+// The column of Y1 of y1_out[place] where a tile's partial sums lie.
+__device__ int partial_column(Params const& p, int4 tile, int segment, int place) {
+  return p.partial_column[place] + segment * p.partial_width + tile.w;
 }
 
 // What the kernel before this one in the stream did is visible from here on. Only weights are read,
@@ -262,47 +294,51 @@ struct Loader {
     return ring + r.slot * Layer<kIsUp>::kStageBytes;
   }
 
+  // What a tile sums of one segment: from column `a` of X or Y1 on, times rows of `weights` from
+  // column `b` on; both are those of K block 0. `flag` says that A is here.
+  struct Run { TensorMap const* weights; int row, a, b, flag; Blocks blocks; };
+
   // A CTA of a multicast pair loads its half of the weights for both.
   template <bool kIsUp>
-  __device__ void load_weights(StageRing<kIsUp> const& r, int kb, int row) {
+  __device__ void load_weights(StageRing<kIsUp> const& r, Run const& run, int kb) {
     using Tile = Layer<kIsUp>;
-    TensorMap const& map = kIsUp ? p.w_up : p.w_down;
     uint64_t* full = &bars.full[kRing<kIsUp>][r.slot];
     char* to = stage<kIsUp>(r) + Tile::kABytes;
     if constexpr (kMulticast) {
       int const half = block_rank_in_cluster() * (Tile::kN / 2);
-      SM90_TMA_LOAD_MULTICAST_2D::copy(&map, full, uint16_t(3), kKeep, to + half * kRowBytes,
-                                       kb * kTileK, row + half);
+      SM90_TMA_LOAD_MULTICAST_2D::copy(run.weights, full, uint16_t(3), kKeep,
+                                       to + half * kRowBytes, run.b + kb * kTileK, run.row + half);
     } else {
-      SM90_TMA_LOAD_2D::copy(&map, full, kKeep, to, kb * kTileK, row);
+      SM90_TMA_LOAD_2D::copy(run.weights, full, kKeep, to, run.b + kb * kTileK, run.row);
     }
   }
 
   // Loads weights into all stages but one, which math may need to free its last one: it does that
   // only when it has the next. Returns the first K block that has none.
   template <bool kIsUp>
-  __device__ int weights_ahead(StageRing<kIsUp> r, Blocks blocks, int bytes, int row) {
-    int const end = min(blocks.begin + (kIsUp || kOneRing ? kStages : kDownStages) - 1, blocks.end);
-    for (int kb = blocks.begin; kb < end; ++kb, r.advance()) {
+  __device__ int weights_ahead(StageRing<kIsUp> r, Run const& run, int bytes) {
+    int const most = (kIsUp || kOneRing ? kStages : kDownStages) - 1;
+    int const end = min(run.blocks.begin + most, run.blocks.end);
+    for (int kb = run.blocks.begin; kb < end; ++kb, r.advance()) {
       arm<kIsUp>(r, bytes);
-      load_weights<kIsUp>(r, kb, row);
+      load_weights<kIsUp>(r, run, kb);
     }
     return end;
   }
 
   __device__ void up(int4 tile, int part) {
     auto& at = rings.at<true>();
-    Blocks const blocks = part_of(0, p.up_k_blocks, part, kUpSplit);
+    Run const run = {&p.w_up, tile.z, 0, 0, 0, part_of(0, p.up_k_blocks, part, kUpSplit)};
     int const bytes = p.x_box_bytes + kUpN * kRowBytes;
-    int ahead = blocks.begin;
+    int ahead = run.blocks.begin;
     if (!started) {
-      ahead = weights_ahead<true>(at, blocks, bytes, tile.z);
+      ahead = weights_ahead<true>(at, run, bytes);
       start();
     }
-    for (int kb = blocks.begin; kb < blocks.end; ++kb, at.advance()) {
+    for (int kb = run.blocks.begin; kb < run.blocks.end; ++kb, at.advance()) {
       if (kb >= ahead) {
         arm<true>(at, bytes);
-        load_weights<true>(at, kb, tile.z);
+        load_weights<true>(at, run, kb);
       }
       SM90_TMA_LOAD_2D::copy(&p.x, &bars.full[0][at.slot], kKeep, stage<true>(at), kb * kTileK,
                              tile.y);
@@ -319,38 +355,45 @@ struct Loader {
   }
 
   // Loads the K blocks of one segment. While the segment is not here, weights go ahead.
-  __device__ void down_segment(int4 tile, int segment, int part, bool first, int i) {
+  __device__ void down_run(int4 tile, Run const& run, bool first, int i) {
     auto& at = rings.at<false>();
     int const begin = tile.y / kUpM;
     int const end = (min(tile.y + kDownM, p.m) - 1) / kUpM + 1;
     int const bytes = p.y1_box_bytes + kDownN * kRowBytes;
-    Blocks const blocks =
-        part_of(p.segment_block[segment], p.segment_block[segment + 1], part, kDownSplit);
     bool ready = true;
-    for (int panel = begin; panel < end && !kSkipWait; ++panel) ready &= arrived(panel, segment);
-    int ahead = blocks.begin;
+    for (int panel = begin; panel < end && !kSkipWait; ++panel) ready &= arrived(panel, run.flag);
+    int ahead = run.blocks.begin;
     if (!ready) {
-      ahead = weights_ahead<false>(at, blocks, bytes, tile.z);
-      for (int panel = begin; panel < end; ++panel) await(panel, segment);
+      ahead = weights_ahead<false>(at, run, bytes);
+      for (int panel = begin; panel < end; ++panel) await(panel, run.flag);
     }
     if (first) stamp(p, i, kPanelReady);
     fence_async_proxy();                    // the acquire above orders the TMA loads below
-    for (int kb = blocks.begin; kb < blocks.end; ++kb, at.advance()) {
+    for (int kb = run.blocks.begin; kb < run.blocks.end; ++kb, at.advance()) {
       if (kb >= ahead) {
         arm<false>(at, bytes);
-        load_weights<false>(at, kb, tile.z);
+        load_weights<false>(at, run, kb);
       }
       SM90_TMA_LOAD_3D::copy(&p.y1, &bars.full[kRing<false>][at.slot], kKeep, stage<false>(at),
-                             kb * kTileK, tile.y, epoch & p.y1_parity);
+                             run.a + kb * kTileK, tile.y, epoch & p.y1_parity);
     }
   }
 
   __device__ void down(int4 tile, int part, int i) {
     if (!started) start();
     if (!drained) drain();
-    int segment = tile.x / kSegmentUnit;
+    int segment = segment_of(tile);
     for (int s = 0; s < p.segment_count; ++s) {
-      down_segment(tile, segment, part, s == 0, i);
+      if (kReduce && s > 0) {
+        if (is_partial(tile)) break;
+        int const a = partial_column(p, tile, segment, 0);
+        Blocks const blocks = part_of(0, kDownN / kTileK, part, kDownSplit);
+        down_run(tile, {&p.ones, 0, a, 0, p.segment_count + segment, blocks}, false, i);
+      } else {
+        Blocks const blocks =
+            part_of(p.segment_block[segment], p.segment_block[segment + 1], part, kDownSplit);
+        down_run(tile, {&p.w_down, tile.z, 0, -p.w_down_column, segment, blocks}, s == 0, i);
+      }
       if (++segment == p.segment_count) segment = 0;
     }
   }
@@ -369,9 +412,9 @@ struct Loader {
     for (int i = blockIdx.x; i < p.tile_count; i += gridDim.x) {
       int4 const tile = p.tiles[i];
       stamp(p, i, kLoadStarts);
-      int const layer = tile.x % kSegmentUnit;
+      int const layer = layer_of(tile);
       if (layer == kUpTile) up(tile, i % kUpSplit);
-      if (layer == kDownTile) down(tile, i % kDownSplit, i);
+      else if (layer < kNoTile) down(tile, i % kDownSplit, i);
     }
   }
 };
@@ -404,17 +447,22 @@ struct Storer {
     int const row = part * Tile::kOutRows;  // of the tile, the first that this CTA owns
     if (row >= Tile::kRows || tile.y + row >= p.m) return;
     void const* from = slabs + slot * kSlabBytes;
-    int const col = tile.w + slab * kTileK;
+    bool const partial = is_partial(tile);
     for (int d = first; d < last; ++d) {
-      if constexpr (kIsUp) SM90_TMA_STORE_3D::copy(&p.y1_out[d], from, col, tile.y + row, epoch & 1);
-      else SM90_TMA_STORE_2D::copy(&p.y2_out[d], from, col, tile.y + row);
+      int const in_y1 = partial ? partial_column(p, tile, segment_of(tile), d) : tile.w;
+      int const col = in_y1 + slab * kTileK;
+      if (kIsUp || partial)
+        SM90_TMA_STORE_3D::copy(&p.y1_out[d], from, col, tile.y + row, epoch & 1);
+      else
+        SM90_TMA_STORE_2D::copy(&p.y2_out[d], from, col, tile.y + row);
     }
   }
 
   // Adds 1 to the panel counter of destinations [first, last). Called when the stores are visible.
   __device__ void tell(int4 tile, int first, int last) {
     fence_async_proxy();
-    int const panel = tile.y / kUpM, segment = tile.x / kSegmentUnit;
+    int const panel = tile.y / kUpM;
+    int const segment = segment_of(tile) + (is_partial(tile) ? p.segment_count : 0);
     bool const here = last <= p.y1_own;
     if (!here && first < last) fence_system();
     for (int d = first; d < last; ++d) {
@@ -424,11 +472,13 @@ struct Storer {
   }
 
   // The math groups have stored a tile to this GPU, then to peers: tells the receivers of Y1.
-  __device__ void tell_stored(int4 tile, bool is_up) {
+  template <bool kIsUp>
+  __device__ void tell_stored(int4 tile) {
+    Receivers const to = receivers_of<kIsUp>(p, tile);
     for (int peers = 0; peers < 2; ++peers, at.advance()) {
       Barrier::wait(&bars.d_full[at.slot], at.phase);
       free_slab();
-      if (is_up) tell(tile, peers ? p.y1_own : 0, peers ? p.y1_outs : p.y1_own);
+      if (kIsUp || is_partial(tile)) tell(tile, peers ? to.own : to.begin, peers ? to.end : to.own);
     }
   }
 
@@ -439,20 +489,20 @@ struct Storer {
   __device__ void store(int4 tile, int part, bool last_tile) {
     using Tile = Layer<kIsUp>;
     constexpr int kBatch = kSlabs < Tile::kSlabsN ? kSlabs : Tile::kSlabsN;
-    int const outs = kIsUp ? p.y1_outs : p.y2_outs;
-    int const own = kIsUp ? p.y1_own : p.y2_own;
-    bool const paced = p.pace_ns > 0 && !last_tile && own < outs;
+    Receivers const to = receivers_of<kIsUp>(p, tile);
+    bool const tells = kIsUp || is_partial(tile);
+    bool const paced = p.pace_ns > 0 && !last_tile && to.own < to.end;
     for (int begin = 0; begin < Tile::kSlabsN; begin += kBatch) {
       int const end = min(begin + kBatch, Tile::kSlabsN);
       Ring<kSlabs> r = at;
       for (int s = begin; s < end; ++s, r.advance()) {
         Barrier::wait(&bars.d_full[r.slot], r.phase);
-        issue<kIsUp>(tile, part, s, r.slot, 0, own);
+        issue<kIsUp>(tile, part, s, r.slot, to.begin, to.own);
       }
       tma_store_arrive();
-      if (kIsUp && end == Tile::kSlabsN) {  // before stores to peers: a release waits for those too
+      if (tells && end == Tile::kSlabsN) {  // before stores to peers: a release waits for those too
         drain();
-        tell(tile, 0, own);
+        tell(tile, to.begin, to.own);
       }
       long long next = paced ? now_ns() + blockIdx.x * p.pace_ns / gridDim.x : 0;
       for (int s = begin; s < end; ++s, at.advance()) {
@@ -460,13 +510,13 @@ struct Storer {
           while (now_ns() < next) __nanosleep(100);
           next += p.pace_ns;
         }
-        issue<kIsUp>(tile, part, s, at.slot, own, outs);
+        issue<kIsUp>(tile, part, s, at.slot, to.own, to.end);
       }
       tma_store_arrive();
       tma_store_wait<0>();                  // read: the slabs may be written again
       for (int s = begin; s < end; ++s) free_slab();
     }
-    if constexpr (kIsUp) { drain(); tell(tile, own, outs); }
+    if (tells) { drain(); tell(tile, to.own, to.end); }
   }
 
   // Waits until all stores are visible where they went.
@@ -479,10 +529,11 @@ struct Storer {
       fence_system();
       for (int d = 0; d < p.peers; ++d) add_relaxed(p.started_out[d], 1);
     }
-    for (int d = 0; d < p.y1_outs; ++d) prefetch_map(p.y1_out[d]);
+    int const y1_gpus = kReduce ? p.peers : p.y1_outs;
+    for (int d = 0; d < y1_gpus; ++d) prefetch_map(p.y1_out[d]);
     for (int d = 0; d < p.y2_outs; ++d) prefetch_map(p.y2_out[d]);
     if constexpr (kDirect) {
-      open(p.y1_outs, p.y1_gpu, epoch);
+      open(y1_gpus, p.y1_gpu, epoch);
       Barrier::arrive(&bars.open[0]);
       open(p.y2_outs, p.y2_gpu, epoch + 1);
       Barrier::arrive(&bars.open[1]);
@@ -490,21 +541,26 @@ struct Storer {
     }
     for (int i = blockIdx.x; i < p.tile_count; i += gridDim.x) {
       int4 const tile = p.tiles[i];
-      int const layer = tile.x % kSegmentUnit;
-      if (layer > kDownTile) continue;
+      int const layer = layer_of(tile);
+      if (layer == kNoTile) continue;
       bool const last = i + gridDim.x >= p.tile_count;
       Barrier::wait(&bars.d_full[at.slot], at.phase);
       stamp(p, i, kStoreStarts);
-      if constexpr (kDirect) {
-        tell_stored(tile, layer == kUpTile);
-      } else if (layer == kUpTile) {
-        if (!y1_open) open(p.y1_outs, p.y1_gpu, epoch);
-        y1_open = true;
-        store<true>(tile, i % kUpSplit, last);
+      if constexpr (!kDirect) {
+        if (layer == kDownTile) {
+          if (!y2_open) open(p.y2_outs, p.y2_gpu, epoch + 1);
+          y2_open = true;
+        } else {
+          if (!y1_open) open(y1_gpus, p.y1_gpu, epoch);
+          y1_open = true;
+        }
+      }
+      if (layer == kUpTile) {
+        if constexpr (kDirect) tell_stored<true>(tile);
+        else store<true>(tile, i % kUpSplit, last);
       } else {
-        if (!y2_open) open(p.y2_outs, p.y2_gpu, epoch + 1);
-        y2_open = true;
-        store<false>(tile, i % kDownSplit, last);
+        if constexpr (kDirect) tell_stored<false>(tile);
+        else store<false>(tile, i % kDownSplit, last);
       }
       stamp(p, i, kStored);
     }
@@ -641,12 +697,13 @@ __device__ void transpose_quad(uint32_t (&v)[4], int lane) {
 }
 
 // Stores the rows that this warp has from registers, 16 bytes a lane and 64 a row at a time.
-// `to` is row 0 of a matrix that is `width` wide and has p.m rows.
+// `to` is row 0 of a matrix that is `width` wide and has m rows; column 0 of the tile is `column`.
 template <class Tile, class Acc>
-__device__ void store_rows(Acc const& acc, bf16* to, int width, int4 tile, int m, int group) {
+__device__ void store_rows(Acc const& acc, bf16* to, int width, int4 tile, int column, int m,
+                           int group) {
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   int const first_row = (Tile::kGroupsM > 1 ? group * 64 : 0) + warp * 16 + lane / 4;
-  int const first_col = tile.w + (Tile::kGroupsN > 1 ? group * Tile::kGroupN : 0) + lane % 4 * 8;
+  int const first_col = column + (Tile::kGroupsN > 1 ? group * Tile::kGroupN : 0) + lane % 4 * 8;
   CUTLASS_PRAGMA_UNROLL
   for (int half = 0; half < 2 * (Tile::kGroupM / 64); ++half) {   // rows and rows + 8
     int const in_tile = first_row + half % 2 * 8 + half / 2 * 64 * Tile::kGroupsM;
@@ -697,20 +754,28 @@ struct Math {
     }
   }
 
+  // K blocks of a segment that this part of a tile sums.
+  __device__ int segment_blocks(int segment, int part) {
+    Blocks const blocks =
+        part_of(p.segment_block[segment], p.segment_block[segment + 1], part, kDownSplit);
+    return blocks.end - blocks.begin;
+  }
+
   template <bool kIsUp>
-  __device__ int k_blocks(int part) {
+  __device__ int k_blocks(int4 tile, int part) {
     if constexpr (kIsUp) {
       Blocks const blocks = part_of(0, p.up_k_blocks, part, kUpSplit);
       return blocks.end - blocks.begin;
+    } else if constexpr (kReduce) {
+      int const own = segment_blocks(segment_of(tile), part);
+      if (is_partial(tile)) return own;
+      Blocks const ones = part_of(0, kDownN / kTileK, part, kDownSplit);
+      return own + (p.segment_count - 1) * (ones.end - ones.begin);
     } else if constexpr (kDownSplit == 1) {
       return p.segment_block[p.segment_count];
     } else {
       int count = 0;
-      for (int s = 0; s < p.segment_count; ++s) {
-        Blocks const blocks =
-            part_of(p.segment_block[s], p.segment_block[s + 1], part, kDownSplit);
-        count += blocks.end - blocks.begin;
-      }
+      for (int s = 0; s < p.segment_count; ++s) count += segment_blocks(s, part);
       return count;
     }
   }
@@ -720,13 +785,17 @@ struct Math {
   __device__ void store_direct(Acc const& acc, int4 tile, int part) {
     using Tile = Layer<kIsUp>;
     bool const owns = owner_of<Tile>(group, threadIdx.x / 32 % 4).part == part;
-    int const width = kIsUp ? p.h : p.n, own = kIsUp ? p.y1_own : p.y2_own;
-    int const outs = kIsUp ? p.y1_outs : p.y2_outs;
-    size_t const plane = kIsUp ? size_t(epoch & 1) * p.m * p.h : 0;
-    Barrier::wait(&bars.open[kIsUp ? 0 : 1], 0);
+    bool const partial = is_partial(tile), in_y1 = kIsUp || partial;
+    Receivers const to = receivers_of<kIsUp>(p, tile);
+    int const width = in_y1 ? p.h : p.n;
+    size_t const plane = in_y1 ? size_t(epoch & 1) * p.m * p.h : 0;
+    Barrier::wait(&bars.open[in_y1 ? 0 : 1], 0);
     for (int peers = 0; peers < 2; ++peers, d_at.advance()) {
-      for (int d = peers ? own : 0; owns && d < (peers ? outs : own); ++d)
-        store_rows<Tile>(acc, (kIsUp ? p.y1_to : p.y2_to)[d] + plane, width, tile, p.m, group);
+      for (int d = peers ? to.own : to.begin; owns && d < (peers ? to.end : to.own); ++d) {
+        int const column = partial ? partial_column(p, tile, segment_of(tile), d) : tile.w;
+        bf16* rows = (in_y1 ? p.y1_to : p.y2_to)[d] + plane;
+        store_rows<Tile>(acc, rows, width, tile, column, p.m, group);
+      }
       cutlass::arch::NamedBarrier::sync(128 * kMathGroups, 3);
       if (threadIdx.x == 128) {
         Barrier::wait(&bars.d_empty[d_at.slot], d_at.phase ^ 1);
@@ -741,7 +810,7 @@ struct Math {
     auto& at = rings.at<kIsUp>();
     uint64_t* full = bars.full[kRing<kIsUp>];
     uint64_t* empty = bars.empty[kRing<kIsUp>];
-    int const blocks = k_blocks<kIsUp>(part);
+    int const blocks = k_blocks<kIsUp>(p.tiles[i], part);
     bool const stamps = threadIdx.x == 128;
     if (stamps) stamp(p, i, kMathWaits);
     using Atom = typename Wgmma<Tile::kGroupN>::Atom;
@@ -795,9 +864,9 @@ struct Math {
     wait_for_previous();
     epoch = p.calls[0];
     for (int i = blockIdx.x; i < p.tile_count; i += gridDim.x) {
-      int const layer = p.tiles[i].x % kSegmentUnit;
+      int const layer = layer_of(p.tiles[i]);
       if (layer == kUpTile) tile<true>(i, i % kUpSplit);
-      if (layer == kDownTile) tile<false>(i, i % kDownSplit);
+      else if (layer < kNoTile) tile<false>(i, i % kDownSplit);
     }
   }
 };

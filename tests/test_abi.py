@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from ctatune import abi, gpus
-from ctatune.abi import ERROR, PARAMS, SEGMENT_UNIT, STAMPS
+from ctatune.abi import ERROR, PARAMS, RECEIVER_UNIT, SEGMENT_UNIT, STAMPS
 from ctatune.errors import PipelineTimeoutError
 from ctatune.gpus import LINE_BYTES, Arena, Gpus
 from ctatune.jit import source
 from ctatune.limits import TILE_K
 from ctatune.problem import MAX_GPUS
-from ctatune.schedule import DOWN, NOTHING, UP
+from ctatune.schedule import DOWN, NOTHING, PARTIAL, UP
 
 KINDS = {"TensorMap": "V128", "long long": "i8", "int": "i4", "uint32_t": "u4"}
-COUNTS = {"": 1, "kMaxGpus": MAX_GPUS, "kMaxGpus + 1": MAX_GPUS + 1}
+COUNTS = {"": 1, "kMaxGpus": MAX_GPUS, "kMaxGpus + 1": MAX_GPUS + 1, "2 * kMaxGpus": 2 * MAX_GPUS}
 Fields = list[tuple[str, np.dtype[Any], int]]
 
 
@@ -33,7 +33,7 @@ def fields_of(struct: str) -> Fields:
     assert found, f"no struct {struct}"
     fields: Fields = []
     for statement in filter(None, map(str.strip, found[1].split(";"))):
-        pointer = "*" in statement
+        pointer = "*" in re.sub(r"\[.*?\]", "", statement)  # not in a size
         words = re.fullmatch(r"(long long|\w+)(?: const)?([\s*].*)", statement, re.DOTALL)
         assert words, statement
         kind = np.dtype("u8" if pointer else KINDS[words[1]])
@@ -81,13 +81,17 @@ def test_constants_of_the_kernel():
     assert constant("kTileK") == TILE_K
     assert constant("kLine") * 4 == LINE_BYTES
     assert constant("kSegmentUnit") == SEGMENT_UNIT
-    assert (constant("kUpTile"), constant("kDownTile")) == (UP, DOWN)
-    assert NOTHING not in (UP, DOWN)
+    assert constant("kReceiverUnit") == RECEIVER_UNIT
+    layers = ("kUpTile", "kDownTile", "kPartialTile", "kNoTile")
+    assert tuple(map(constant, layers)) == (UP, DOWN, PARTIAL, NOTHING)
 
 
 def test_slots_are_packed_with_the_segment_above_the_layer():
     slots = np.array([(DOWN, 128, 64, 320, 3, 1), (NOTHING, 0, 0, 0, 0, 0)], np.int32)
     assert abi.packed(slots).tolist() == [[3 * 256 + DOWN, 128, 64, 320], [NOTHING, 0, 0, 0]]
+    slots[0, 0] = PARTIAL
+    first = abi.packed(slots, np.array([5, 0], np.int32))[0]
+    assert first.tolist() == [5 * 65536 + 3 * 256 + PARTIAL, 128, 64, 320]
 
 
 def test_an_error_record_says_what_was_awaited():

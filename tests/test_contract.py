@@ -17,7 +17,7 @@ from ctatune.limits import default_split, why_invalid
 from ctatune.problem import Output, Problem
 from ctatune.records import RELATIVE_LIMIT, WORST_LIMIT
 from ctatune.reference import Matrix
-from ctatune.schedule import build
+from ctatune.schedule import alone, build
 from ctatune.space import FAMILIES, Family
 
 Proves = Callable[..., bool]
@@ -111,6 +111,42 @@ def test_layers_with_different_tiles(proves, tiles):
     config = replace(config_of(2, Family(128, 128, 2)), stages=3, up=up, down=down)
     assert why_invalid(config, problem) is None
     assert proves(problem, config)
+
+
+@pytest.mark.parametrize("gpus", [2, 3, 4])
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: "-".join(map(str, f)))
+@pytest.mark.parametrize("sizes", RAGGED, ids=lambda s: "x".join(map(str, s)))
+def test_every_family_sums_over_gpus(proves, gpus, family, sizes):
+    gpus_or_skip(gpus, proves)
+    m, k, h, n = sizes
+    problem = Problem(m=m, k=k, h=h, n=n, gpus=gpus)
+    config = replace(config_of(gpus, family), down_axis="h")
+    if why_invalid(replace(config, down_axis="n"), problem):
+        config = replace(config, multicast=False)  # these rows do not come in pairs
+    if reason := why_invalid(config, problem):
+        assert "a tile of up on each GPU" in reason
+        pytest.skip(reason)
+    assert proves(problem, config)
+
+
+@pytest.mark.parametrize("gpus", [2, 3, 4])
+@pytest.mark.parametrize("output", ["replicated", "sharded", "last"])
+@pytest.mark.parametrize("family", [Family(128, 128, 2), Family(64, 64, 2, split_k=2, direct=True)])
+def test_sums_over_gpus_lie_where_they_are_promised(proves, family, output: Output, gpus: int):
+    gpus_or_skip(gpus, proves)
+    problem = Problem(m=384, k=128, h=1000, n=520, gpus=gpus, output=output)
+    assert proves(problem, replace(config_of(gpus, family), down_axis="h"))
+
+
+@pytest.mark.parametrize("gpus", [2, 3, 4])
+def test_sums_over_gpus_are_those_of_one_gpu_bit_for_bit(gpus):
+    problem = Problem(m=200, k=128, h=1000, n=712, gpus=gpus)
+    config = replace(config_of(gpus, Family(64, 64, 2, split_k=2)), down_axis="h")
+    inputs, _ = numpy_case(problem.m, problem.k, problem.h, problem.n)
+    schedule = build(problem, config)
+    (single,) = reference.execute(alone(schedule), *inputs)
+    for output in reference.execute(schedule, *inputs):
+        assert np.array_equal(output, single)
 
 
 SMALL = Tile(m=64, n=64, split_k=2)
@@ -215,6 +251,18 @@ def test_a_runner_that_does_not_wait_is_caught(proves, gpus):
     problem = Problem(m=512, k=1024, h=2048, n=1024, gpus=gpus)
     try:
         right = proves(problem, config_of(gpus, Family(128, 256, 4)), skip_wait=True)
+    except CtatuneError:
+        right = False
+    assert not right
+
+
+@pytest.mark.parametrize("family", [Family(128, 256, 4), Family(64, 64, 2, split_k=2, direct=True)])
+def test_sums_over_gpus_that_do_not_wait_are_caught(proves, family):
+    gpus_or_skip(2, proves)
+    problem = Problem(m=512, k=1024, h=2048, n=1024, gpus=2)
+    try:
+        config = replace(config_of(2, family), down_axis="h")
+        right = proves(problem, config, skip_wait=True)
     except CtatuneError:
         right = False
     assert not right
