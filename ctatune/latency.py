@@ -42,7 +42,7 @@ class Part:
 
 
 Parts = tuple[Part, Part]
-Works = tuple[tuple[Work, int], tuple[Work, int]]  # of both layers, with the peers of each
+Works = tuple[tuple[Work, float], tuple[Work, float]]  # of both layers, with the peers of each
 
 
 def estimate(problem: Problem, config: AnyConfig, machine: MachineModel) -> Prediction:
@@ -61,6 +61,24 @@ def estimate(problem: Problem, config: AnyConfig, machine: MachineModel) -> Pred
 def predicted(problem: Problem, latency_us: float, machine: MachineModel) -> Prediction:
     """A latency of the estimate with the interval that it has for a problem."""
     return prediction(latency_us, machine.doubt(problem, machine.estimate_log_sigma), ESTIMATE)
+
+
+def _reduced_us(
+    gpu: Parts, gpus: int, panels: list[tuple[int, int]], machine: MachineModel
+) -> float:
+    """When a GPU is done that sums tiles for its peers first, and then adds to its own what they
+    summed: transfers hide behind its own tiles, if these are not in the same wave.
+    """
+    down, work = gpu[1], gpu[1].work
+    end_us = _end_us(gpu, Counter([gpu]), panels, machine)
+    partial = max(1, work.tiles * (gpus - 1) // gpus)
+    own_us = 0.0
+    if work.tiles > work.ctas:
+        own_us = _span_us(down, work.tiles) - _span_us(down, partial)
+    burst_us = ((partial - 1) % work.ctas + 1) * machine.link_us(work.tile_bytes)
+    here_us = end_us - own_us + burst_us + machine.flag_us
+    ones_us = (gpus - 1) * work.tile.n / work.inputs * down.tile_us
+    return max(end_us, here_us) + ones_us
 
 
 def roofline_us(problem: Problem, machine: MachineModel, gpus: int) -> float:
@@ -93,8 +111,13 @@ def _clocked(problem: Problem, config: Config, machine: MachineModel) -> tuple[l
         }
         parts = [found[gpu] for gpu in works]
         gpus = Counter(parts)
-        end_us = max(_end_us(gpu, gpus, panels, machine) for gpu in gpus)
-        return parts, machine.launch_us + end_us + _tail_us(problem, gpus, machine)
+        part = 1.0  # of the tiles of Y2 that a GPU sums, those that it sends to all
+        if config.down_axis == "h":
+            end_us = max(_reduced_us(gpu, problem.gpus, panels, machine) for gpu in gpus)
+            part = 1.0 / problem.gpus
+        else:
+            end_us = max(_end_us(gpu, gpus, panels, machine) for gpu in gpus)
+        return parts, machine.launch_us + end_us + _tail_us(problem, gpus, machine, part)
 
     full, full_us = at({})
     clocks = {
@@ -113,13 +136,20 @@ def _works(problem: Problem, config: Config, platform: Platform) -> tuple[Works,
     up, down = layer_columns(problem, config)
     ctas = config.ctas or resident_ctas(config, platform.sm_count)
     y1_gpus = sum(columns.width > 0 for columns in down)
+    reduces = config.down_axis == "h"
 
     @cache
-    def works(up_columns: int, down_columns: int, y2_peers: int) -> Works:
+    def works(up_columns: int, down_columns: int, y2_peers: float) -> Works:
+        if reduces:  # a tile goes to its owner, or from there to all: so many on average
+            sizes = (problem.k, up_columns), (up_columns, problem.n)
+            y1_peers, y2_peers = 0, 2.0 * (problem.gpus - 1) / problem.gpus
+        else:
+            sizes = (problem.k, up_columns), (problem.h, down_columns)
+            y1_peers = y1_gpus - (down_columns > 0)
         up_work, down_work = (
             _work(
                 m=problem.m,
-                inputs=layer.inputs,
+                inputs=inputs,
                 columns=columns,
                 tile=tile,
                 ctas=ctas,
@@ -127,15 +157,14 @@ def _works(problem: Problem, config: Config, platform: Platform) -> tuple[Works,
                 stages=depth,
                 kept_bytes=L2_SHARE * platform.l2_bytes,
             )
-            for layer, tile, columns, depth in zip(
-                problem.layers,
+            for (inputs, columns), tile, depth in zip(
+                sizes,
                 config.tiles,
-                (up_columns, down_columns),
                 (config.stages, down_stages(config)),
                 strict=True,
             )
         )
-        return (up_work, y1_gpus - (down_columns > 0)), (down_work, y2_peers)
+        return (up_work, y1_peers), (down_work, y2_peers)
 
     return tuple(
         works(up[gpu].width, down[gpu].width, sum(to != gpu for to in problem.y2_gpus(gpu)))
@@ -143,7 +172,7 @@ def _works(problem: Problem, config: Config, platform: Platform) -> tuple[Works,
     )
 
 
-def _part(work: Work, peers: int, clock: float, pace_us: float, machine: MachineModel) -> Part:
+def _part(work: Work, peers: float, clock: float, pace_us: float, machine: MachineModel) -> Part:
     time = machine.tile_time(work, clock) if work.tiles else _NO_TIME
     tile_us = time.us(work.active)
     late_us = pace_delay_us(work.tile, pace_us, 1.0) if peers else 0.0
@@ -257,8 +286,9 @@ def _unhindered_us(up: Part, down: Part) -> float:
     return fullest_us
 
 
-def _tail_us(problem: Problem, gpus: Counter[Parts], machine: MachineModel) -> float:
-    """What the transfer of Y2 adds after the last tile: a burst that nothing hides, and a flag."""
+def _tail_us(problem: Problem, gpus: Counter[Parts], machine: MachineModel, part: float) -> float:
+    """What the transfer of Y2, of that part of its tiles, adds after the last tile: a burst that
+    nothing hides, and a flag."""
     if problem.output == "sharded" or problem.gpus == 1:
         return 0.0
     works = [down.work for _, down in gpus]
@@ -268,5 +298,6 @@ def _tail_us(problem: Problem, gpus: Counter[Parts], machine: MachineModel) -> f
     workers = [down for _, down in gpus if down.work.tiles]
     link_us = max(in_us, *(down.work.tiles * down.link_us for down in workers))
     compute_us = min(down.work.tiles / down.work.ctas * down.tile_us for down in workers)
-    waves = max(1.0, *(work.tiles / work.ctas for work in works))
+    waves = max(1.0, *(part * work.tiles / work.ctas for work in works))
+    link_us, compute_us = part * link_us, part * compute_us
     return machine.flag_us + max(_BURST * link_us / waves, link_us - compute_us)

@@ -146,7 +146,7 @@ class MachineModel:
         """Time that a transfer occupies one direction of one GPU's link."""
         return size_bytes / self.link_gbps * 1e-3
 
-    def burst_loss_us(self, work: Work, peers: int, pace_us: float, tile_us: float) -> float:
+    def burst_loss_us(self, work: Work, peers: float, pace_us: float, tile_us: float) -> float:
         """What the first burst of stores to peers takes from the sender's next tile.
 
         All CTAs end a tile together; while their stores saturate the link, loads are held up.
@@ -269,6 +269,7 @@ def family(config: AnyConfig) -> str:
     if isinstance(config, Baseline):
         return config.method
     kind = " multicast" * config.multicast + " direct" * config.direct
+    kind += " axis h" * (config.down_axis == "h")
     down = "" if config.down.n == config.up.n else f"+{config.down.n}"
     return f"{config.up.m}x{config.up.n}{down}/k{config.up.split_k}{kind}"
 

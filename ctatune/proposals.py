@@ -19,7 +19,7 @@ def axes(config: Config) -> tuple[str, ...]:
         f"{config.up.m}x{config.up.n}+{config.down.n}-{config.stages}-{config.d_slabs}-{kind}",
         str(config.up.group_m),
         str(config.down.group_m),
-        f"{config.mix:g}@{split}",
+        f"{config.mix:g}@{split}{config.down_axis}",
         f"{config.pace_us:g}",
     )
 

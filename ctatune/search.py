@@ -254,7 +254,8 @@ def _diverse(ranked: Sequence[Config]) -> list[Config]:
     for config in ranked:
         tiles = tuple(replace(tile, group_m=1) for tile in config.tiles)
         ring = config.stages, config.d_slabs
-        families.setdefault((tiles, ring, config.multicast, config.direct), config)
+        kind = config.multicast, config.direct, config.down_axis
+        families.setdefault((tiles, ring, kind), config)
     return list(families.values())[:FIRST_BY_ESTIMATE]
 
 

@@ -21,7 +21,7 @@ from ctatune.limits import TILE_K
 from ctatune.machine_model import MachineModel, faded, pace_delay_us, prediction
 from ctatune.problem import BF16_BYTES, Problem
 from ctatune.records import Prediction
-from ctatune.schedule import DOWN, NOTHING, UP, Schedule, build
+from ctatune.schedule import DOWN, NOTHING, PARTIAL, UP, Schedule, build
 
 SIMULATOR = "simulator-5"
 
@@ -94,14 +94,19 @@ class _Simulation:
         self.schedule, self.machine = schedule, machine
         self.parts = gpu_parts(problem, config, machine)
         self.ctas = self.parts[0][UP].work.ctas
-        self.layer_tiles = config.tiles
-        self.outputs = [layer.outputs for layer in problem.layers]
+        self.layer_tiles = [schedule.tile_of(layer) for layer in (UP, DOWN, PARTIAL)]
+        self.outputs = [problem.h, problem.n, problem.n]
         self.link_us, self.local_us = machine.link_us(1.0), machine.local_store_us(1.0)  # a byte
         self.tile_us = [
             [(part.tile_us, part.time.us(part.work.tiles % self.ctas)) for part in gpu]
             for gpu in self.parts
         ]
-        self.parts_of_sum = [columns.width / problem.h for columns in schedule.segments]
+        # What a segment, or what another GPU summed over it, takes of the time of a `down` tile.
+        widest = max(columns.width for columns in schedule.segments)
+        whole = widest if schedule.reduces else problem.h
+        self.parts_of_sum = [columns.width / whole for columns in schedule.segments]
+        self.parts_of_sum += [config.down.n / whole] * len(schedule.segments)
+        self.arrivals = [schedule.arrivals(gpu) for gpu in range(problem.gpus)]
         self.buffered = [min(1.0, config.d_slabs * TILE_K / t.n) for t in self.layer_tiles]
         self.epilogue_us = [machine.epilogue_us(tile) for tile in self.layer_tiles]
         self.egress_us, self.ingress_us = [0.0] * problem.gpus, [0.0] * problem.gpus
@@ -109,7 +114,7 @@ class _Simulation:
             (gpu, panel, segment): _Arrivals(count)
             for gpu in range(problem.gpus)
             for panel in range(schedule.panels)
-            for segment, count in enumerate(schedule.segment_arrivals)
+            for segment, count in enumerate(self.arrivals[gpu])
         }
         self.heap: list[tuple[float, int, _Cta]] = []
         self.sequence = itertools.count()
@@ -132,15 +137,15 @@ class _Simulation:
         """The slots of a GPU, each with whether it belongs to a last, partial wave of a layer."""
         slots = self.schedule.slots(gpu)
         last = np.zeros(len(slots), dtype=np.int32)
-        for layer in (UP, DOWN):
-            (own,) = np.nonzero(slots[:, 0] == layer)
+        for layers in ((UP,), (PARTIAL, DOWN)):
+            (own,) = np.nonzero(np.isin(slots[:, 0], layers))
             last[own[len(own) // self.ctas * self.ctas :]] = 1
         return np.column_stack([slots, last])
 
     def _check_nobody_waits(self) -> None:
         for (gpu, panel, segment), arrivals in self.seen.items():
             if arrivals.waiting:
-                target = self.schedule.segment_arrivals[segment]
+                target = self.arrivals[gpu][segment]
                 raise ScheduleError(
                     f"CTA {arrivals.waiting[0].index} of GPU {gpu} waits for panel {panel}, "
                     f"segment {segment} for ever, "
@@ -153,9 +158,9 @@ class _Simulation:
             return
         cta.started_us = cta.now_us
         if cta.done:
-            lost_us = self.parts[cta.gpu][cta.tiles[cta.done - 1][0]].lost_us
+            lost_us = self.parts[cta.gpu][min(cta.tiles[cta.done - 1][0], DOWN)].lost_us
             cta.now_us += lost_us * faded(cta.done - 1)
-        if cta.tile[0] == DOWN:
+        if cta.tile[0] != UP:
             cta.summed = 0
             self._sum(cta)
         else:
@@ -164,11 +169,15 @@ class _Simulation:
 
     def _sum(self, cta: _Cta) -> None:
         """Sums over the segments of a `down` tile up to the first whose arrival is not known."""
-        _, row, _, _, first, _, last = cta.tile
-        tile_us = self.tile_us[cta.gpu][DOWN][last]
-        for segment in self.schedule.circle(first)[cta.summed :]:
+        layer, row, _, _, first, _, last = cta.tile
+        schedule, tile_us = self.schedule, self.tile_us[cta.gpu][DOWN][last]
+        circle = schedule.circle(first)
+        if schedule.reduces:  # what others summed lies behind the segments
+            others = [len(circle) + segment for segment in circle[1:]]
+            circle = (first, *(others if layer == DOWN else ()))
+        for segment in circle[cta.summed :]:
             wait_us = 0.0
-            for panel in self.schedule.panels_of(row):
+            for panel in schedule.panels_of(row):
                 arrivals = self.seen[cta.gpu, panel, segment]
                 if arrivals.missing:
                     arrivals.waiting.append(cta)
@@ -208,9 +217,15 @@ class _Simulation:
         if pace_us and cta.done + 1 < len(cta.tiles):
             late_us = pace_delay_us(tile, pace_us, cta.index / self.ctas)
             late_us += self.machine.flag_us * (layer == UP)  # this GPU is told first
+        schedule = self.schedule
+        receivers, counter = schedule.y2_gpus[cta.gpu], None
+        if layer == UP:
+            receivers, counter = schedule.y1_receivers(cta.gpu), segment
+        elif layer == PARTIAL:
+            receivers, counter = (schedule.owner(col),), len(schedule.segments) + segment
         first_us = max(now, cta.told_us)
         last_us = now
-        for peer in self.schedule.y1_gpus if layer == UP else self.schedule.y2_gpus[cta.gpu]:
+        for peer in receivers:
             if peer == cta.gpu:
                 done_us = told_us = first_us + size_bytes * self.local_us
             else:
@@ -219,8 +234,8 @@ class _Simulation:
                 told_us = done_us + self.machine.flag_us
             last_us = max(last_us, done_us)
             cta.told_us = max(cta.told_us, told_us)
-            if layer == UP:
-                self._arrive(peer, row // tile.m, segment, told_us)
+            if counter is not None:
+                self._arrive(peer, row // tile.m, counter, told_us)
             else:
                 self.end_us = max(self.end_us, told_us)
         return last_us

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from ctatune.config import Baseline, Config, Tile
+from ctatune.config import Baseline, Config, DownAxis, Tile
 from ctatune.limits import (
     BARRIER_BYTES,
     MIN_STAGES,
@@ -143,13 +143,14 @@ def candidates(problem: Problem, *, sm_count: int = 132) -> Iterator[Config]:
     """Every valid config of the space for a problem, in a fixed order, each one once."""
     paces = PACES_US if problem.gpus > 1 else (0.0,)
     families = [family for family in FAMILIES if _useful(family.m, problem.m)]
-    for family, (mix, split), pace_us in product(families, _ways(problem.gpus), paces):
+    for family, (mix, split, axis), pace_us in product(families, _ways(problem.gpus), paces):
         for up_group, down_group in _groups(-(-problem.m // family.m)):
             config = family.config(
                 up_group=up_group,
                 down_group=down_group,
                 stage_split=split,
                 mix=mix,
+                down_axis=axis,
                 pace_us=pace_us,
             )
             if why_invalid(config, problem, sm_count=sm_count) is None:
@@ -162,11 +163,17 @@ def _useful(tile_m: int, m: int) -> bool:
     return fits and (m > tile_m // 2 or tile_m == FAMILIES[0].m)
 
 
-def _ways(gpus: int) -> list[tuple[float, tuple[int, int]]]:
-    """Mix and stage split: tensor parallel, and each mix with 1/4, 1/2 or 3/4 of the GPUs up."""
-    splits = sorted({max(1, gpus * quarters // 4) for quarters in (1, 2, 3)} if gpus > 1 else ())
-    pipelines = [(mix, (p, gpus - p)) for mix in MIXES if mix < 1.0 for p in splits]
-    return [(1.0, default_split(gpus)), *pipelines]
+def _ways(gpus: int) -> list[tuple[float, tuple[int, int], DownAxis]]:
+    """Mix, stage split and axis: tensor parallel with either axis, and each other mix with 1/4,
+    1/2 or 3/4 of the GPUs up."""
+    if gpus == 1:
+        return [(1.0, default_split(1), "n")]
+    splits = sorted({max(1, gpus * quarters // 4) for quarters in (1, 2, 3)})
+    return [
+        (1.0, default_split(gpus), "n"),
+        (1.0, default_split(gpus), "h"),
+        *((mix, (p, gpus - p), "n") for mix in MIXES if mix < 1.0 for p in splits),
+    ]
 
 
 def _groups(rows: int) -> list[tuple[int, int]]:

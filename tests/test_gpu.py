@@ -62,11 +62,11 @@ def outputs_of_calls(bench, problem: Problem, config: Config, *, late: bool) -> 
 
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("m", [64, 384, 512])  # direct, slabs with split-K, multicast
-@pytest.mark.parametrize("mix", [1.0, 0.5, 0.0])
-def test_calls_back_to_back_with_a_late_gpu(bench, mix, m):
+@pytest.mark.parametrize(("mix", "axis"), [(1.0, "n"), (0.5, "n"), (0.0, "n"), (1.0, "h")])
+def test_calls_back_to_back_with_a_late_gpu(bench, mix, axis, m):
     """A slow peer must never read or miss what belongs to another call."""
     problem = Problem(m=m, k=512, h=1024, n=512, gpus=2)
-    config = replace(default_config(problem), mix=mix)
+    config = replace(default_config(problem), mix=mix, down_axis=axis)
     late = outputs_of_calls(bench, problem, config, late=True)
     prompt = outputs_of_calls(bench, problem, config, late=False)
     assert late == prompt

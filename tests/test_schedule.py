@@ -15,6 +15,7 @@ from ctatune.problem import OUTPUTS, Problem
 from ctatune.schedule import (
     DOWN,
     NOTHING,
+    PARTIAL,
     UP,
     Columns,
     Schedule,
@@ -286,6 +287,88 @@ def test_even_split_differs_by_at_most_one_tile(count: int, tile_n: int, gpus: i
     parts = split_columns(count, tile_n, [1 / gpus] * gpus)
     tiles_of = [-(-part.width // tile_n) for part in parts]
     assert max(tiles_of) - min(tiles_of) <= 1
+
+
+@st.composite
+def reductions(draw: st.DrawFn) -> Schedule:
+    """Schedules that sum Y2 over GPUs."""
+    gpus = draw(st.integers(2, 8))
+    tile = replace(draw(tiles), split_k=draw(st.sampled_from([1, 2, 4])))
+    up, down = (replace(tile, n=draw(st.sampled_from([64, 128, 192, 256]))) for _ in range(2))
+    problem = Problem(
+        m=draw(st.integers(1, 1200)),
+        k=draw(sizes),
+        h=(gpus - 1) * up.n + draw(sizes),
+        n=draw(sizes),
+        gpus=gpus,
+        output=draw(st.sampled_from(OUTPUTS)),
+    )
+    config = Config(up=up, down=down, stages=3, d_slabs=4, down_axis="h")
+    return build(problem, replace(config, stage_split=default_split(gpus)))
+
+
+@relaxed
+@given(reductions())
+def test_every_output_is_summed_over_every_segment_once(schedule: Schedule) -> None:
+    seen = Counter(
+        (row, col, segment, layer == DOWN)
+        for tiles_of_gpu in schedule.tiles
+        for layer, row, _, col, segment in tiles_of_gpu.tolist()
+        if layer != UP
+    )
+    assert set(seen.values()) == {1}
+    for row in range(0, schedule.problem.m, schedule.config.down.m):
+        for col in range(0, schedule.problem.n, schedule.config.down.n):
+            owner = schedule.owner(col)
+            assert all((row, col, g, g == owner) in seen for g in range(schedule.problem.gpus))
+    assert len(seen) == sum(np.sum(tiles[:, 0] != UP) for tiles in schedule.tiles)
+
+
+@relaxed
+@given(reductions(), st.integers(1, 132))
+def test_partial_sums_precede_what_waits_for_them(schedule: Schedule, ctas: int) -> None:
+    place = np.array([0, 2, 1])  # up, partial, down
+    for single in (schedule, alone(schedule)):
+        for tiles_of_gpu in single.tiles:
+            for cta in range(min(ctas, len(tiles_of_gpu))):
+                assert np.all(np.diff(place[tiles_of_gpu[cta::ctas, 0]]) >= 0)
+
+
+@relaxed
+@given(reductions())
+def test_partial_sums_arrive_in_columns_of_their_own(schedule: Schedule) -> None:
+    for single in (schedule, alone(schedule)):
+        taken = [np.zeros(single.y1_width, bool) for _ in single.tiles]
+        arrived = [Counter[int]() for _ in single.tiles]
+        for tiles_of_gpu in single.tiles:
+            for layer, row, _, col, segment in tiles_of_gpu.tolist():
+                if layer != PARTIAL or row:
+                    continue
+                owner = single.owner(col)
+                first = single.partial_column(owner) + segment * single.partial_width + col
+                own = slice(first, first + single.config.down.n)
+                assert first >= single.problem.h
+                assert own.stop <= single.y1_width
+                assert not taken[owner][own].any()
+                taken[owner][own] = True
+                arrived[owner][segment] += single.config.down.split_k
+        for gpu, counts in enumerate(arrived):
+            assert list(single.arrivals(gpu)[: len(single.segments)]) == list(
+                single.segment_arrivals
+            )
+            found = [counts[segment] for segment in range(len(single.segments))]
+            assert list(single.arrivals(gpu)[len(single.segments) :]) == found
+
+
+@relaxed
+@given(reductions())
+def test_a_gpu_that_sums_over_its_segment_holds_those_columns_of_the_weights(schedule) -> None:
+    held = [schedule.w_down_held(gpu) for gpu in range(schedule.problem.gpus)]
+    assert [columns for _, columns in held] == list(schedule.segments)
+    assert all(rows == Columns(0, schedule.problem.n) for rows, _ in held)
+    for tiles_of_gpu in schedule.tiles:
+        down = tiles_of_gpu[tiles_of_gpu[:, 0] != UP]
+        assert np.array_equal(down[:, 2], down[:, 3])
 
 
 GOLDEN = """\

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -216,7 +215,17 @@ def test_first_the_default_then_the_estimate_with_one_of_each_family(tmp_path):
     assert positions == sorted(positions)
     assert positions[0] == 0 or ranked[0] in steps[:2]
     families = Counter(
-        (replace(c.up, group_m=1), c.down.n, c.stages, c.d_slabs, c.multicast, c.direct)
+        (
+            c.up.m,
+            c.up.n,
+            c.up.split_k,
+            c.down.n,
+            c.stages,
+            c.d_slabs,
+            c.multicast,
+            c.direct,
+            c.down_axis,
+        )
         for c in steps[2:]
     )
     assert max(families.values()) == 1

@@ -111,7 +111,8 @@ def test_rules_of_a_tile(layer: str, tile: Tile, slabs: int, words: tuple[str, .
         ({"stage_split": (2, 0), "mix": 0.5}, ("a GPU in each stage",)),
         ({"stage_split": (0, 2), "mix": 0.0}, ("a GPU in each stage",)),
         ({"stage_split": (2, 1)}, ("2:1", "2 GPUs")),
-        ({"down_axis": "h"}, ("down_axis h",)),
+        ({"down_axis": "h", "mix": 0.5}, ("down_axis h needs mix 1",)),
+        ({"down_axis": "h", "up": Tile(m=64, n=256)}, ("the same tile m",)),
         ({"ctas": 133}, ("ctas", "132", "133")),
     ],
 )
