@@ -179,8 +179,9 @@ def layer_columns(problem: Problem, config: Config) -> tuple[tuple[Columns, ...]
 
 
 def _peers(gpu: int, gpus: int) -> list[int]:
-    """The other GPUs, the next one first."""
-    return [(gpu + i) % gpus for i in range(1, gpus)]
+    """The other GPUs in the order in which they wait for this one: the one before it first, whose
+    circle comes to this one's segment next."""
+    return [(gpu - i) % gpus for i in range(1, gpus)]
 
 
 def raster(

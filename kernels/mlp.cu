@@ -356,6 +356,7 @@ struct Loader {
 
   // Loads the K blocks of one segment. While the segment is not here, weights go ahead.
   __device__ void down_run(int4 tile, Run const& run, bool first, int i) {
+    if (!first && run.blocks.begin == run.blocks.end) return;  // another part sums all of it
     auto& at = rings.at<false>();
     int const begin = tile.y / kUpM;
     int const end = (min(tile.y + kDownM, p.m) - 1) / kUpM + 1;
@@ -408,7 +409,8 @@ struct Loader {
 
   __device__ void run() {
     if (p.y1_outs > 0) { prefetch_map(p.x); prefetch_map(p.w_up); }
-    if (p.y2_outs > 0) { prefetch_map(p.w_down); prefetch_map(p.y1); }
+    if (kReduce || p.y2_outs > 0) { prefetch_map(p.w_down); prefetch_map(p.y1); }
+    if constexpr (kReduce) prefetch_map(p.ones);
     for (int i = blockIdx.x; i < p.tile_count; i += gridDim.x) {
       int4 const tile = p.tiles[i];
       stamp(p, i, kLoadStarts);
@@ -500,7 +502,8 @@ struct Storer {
         issue<kIsUp>(tile, part, s, r.slot, to.begin, to.own);
       }
       tma_store_arrive();
-      if (tells && end == Tile::kSlabsN) {  // before stores to peers: a release waits for those too
+      // Before stores to peers: a release waits for those too.
+      if (tells && to.begin < to.own && end == Tile::kSlabsN) {
         drain();
         tell(tile, to.begin, to.own);
       }
