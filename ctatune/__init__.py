@@ -7,10 +7,11 @@ from ctatune.errors import NoAnswer
 
 if TYPE_CHECKING:
     from ctatune.choice import Choice
+    from ctatune.mlp import Mlp
 
     __version__: str
 
-__all__ = ["Choice", "NoAnswer", "__version__", "best", "refresh"]
+__all__ = ["Choice", "Mlp", "NoAnswer", "__version__", "best", "refresh"]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,6 +20,10 @@ def __getattr__(name: str) -> Any:
         from ctatune.choice import Choice
 
         return Choice
+    if name == "Mlp":
+        from ctatune.mlp import Mlp
+
+        return Mlp
     if name == "__version__":
         from importlib.metadata import PackageNotFoundError, version
 

@@ -124,7 +124,7 @@ class Argument:
     """A parameter block as the driver takes it: the address of an array with its address."""
 
     def __init__(self, block: NDArray[Any]) -> None:
-        self._block = block
+        self.block = block
         self._pointers = (ctypes.c_void_p * 1)(block.ctypes.data)
         self.address = ctypes.addressof(self._pointers)
 

@@ -32,6 +32,7 @@ SUPPORT = (
     "compare",
     "barrier",
     "two_shot",
+    "pull",
     "nothing",
     "delay",
     "probe_write",
@@ -186,6 +187,10 @@ class Gpus:
         self.use(gpu)
         config = LaunchConfig(grid=grid, block=block)
         launch(self.streams[gpu], config, self._support[name], *args)
+
+    def function(self, name: str) -> Any:
+        """A kernel of `kernels/support.cu` as the driver takes it."""
+        return driver.CUfunction(int(self._support[name].handle))
 
     def event(self, gpu: int, *, timed: bool = False) -> Any:
         """A new event on `gpu`."""

@@ -28,8 +28,9 @@ class Kernel:
         cubin = jit.cubin("mlp", jit.preamble(config, skip_wait=skip_wait))
         (self._kernel,) = gpus.load(cubin, ["mlp"], smem_bytes=self._smem_bytes)
         self._function = driver.CUfunction(int(self._kernel.handle))
+        self._own = [int(stream.handle) for stream in gpus.streams]
         self.ctas = config.ctas or self._resident_ctas(config.cluster)
-        self._launches = [self._launch(self.ctas, gpu) for gpu in range(len(gpus))]
+        self._launches: dict[tuple[int, int, bool], driver.CUlaunchConfig] = {}
 
     def _resident_ctas(self, cluster: int) -> int:
         """CTAs that run at the same time: clusters that fit, since CTAs wait for each other."""
@@ -39,7 +40,7 @@ class Kernel:
         size.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         size.value.clusterDim.x = cluster
         size.value.clusterDim.y = size.value.clusterDim.z = 1
-        launch = self._launch(cluster, 0)
+        launch = self._launch(cluster, self._own[0])
         launch.attrs = [size]
         clusters = []
         for gpu in range(len(self._gpus)):
@@ -47,24 +48,35 @@ class Kernel:
             clusters.append(int(check(driver.cuOccupancyMaxActiveClusters(self._function, launch))))
         return cluster * (min(clusters) // self._gpus.ranks)
 
-    def _launch(self, ctas: int, gpu: int) -> driver.CUlaunchConfig:
-        """A launch that begins while the kernel before it in the stream ends (it waits itself)."""
-        early = driver.CUlaunchAttribute()
-        names = driver.CUlaunchAttributeID
-        early.id = names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        early.value.programmaticStreamSerializationAllowed = 1
+    def _launch(self, ctas: int, stream: int, early: bool = True) -> driver.CUlaunchConfig:
+        """A launch that, if `early`, begins while the kernel before it in the stream ends (it
+        waits itself)."""
         launch = driver.CUlaunchConfig()
         launch.gridDimX, launch.gridDimY, launch.gridDimZ = ctas, 1, 1
         launch.blockDimX, launch.blockDimY, launch.blockDimZ = self._threads, 1, 1
         launch.sharedMemBytes = self._smem_bytes
-        launch.hStream = self._gpus.streams[gpu].handle
-        launch.attrs, launch.numAttrs = [early], 1
+        launch.hStream = stream
+        if early:
+            attribute = driver.CUlaunchAttribute()
+            names = driver.CUlaunchAttributeID
+            attribute.id = names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            launch.attrs, launch.numAttrs = [attribute], 1
         return launch
 
-    def launch(self, gpu: int, argument: Argument) -> None:
-        """Enqueue one launch on the stream of `gpu`; `argument` must outlive it."""
+    def launch(
+        self, gpu: int, argument: Argument, stream: int | None = None, *, early: bool = True
+    ) -> None:
+        """Enqueue one launch on a stream of `gpu` (None: the one of `gpus`).
+
+        `argument` may be freed after it: the driver has copied the parameter block.
+        """
         self._gpus.use(gpu)
-        check(driver.cuLaunchKernelEx(self._launches[gpu], self._function, argument.address, 0))
+        key = (gpu, self._own[gpu] if stream is None else stream, early)
+        config = self._launches.get(key)
+        if config is None:
+            config = self._launches[key] = self._launch(self.ctas, *key[1:])
+        check(driver.cuLaunchKernelEx(config, self._function, argument.address, 0))
 
     def build(self) -> KernelBuild:
         """What the compiler made of the config."""

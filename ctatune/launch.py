@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,11 +32,21 @@ class Operands:
     y2: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workspace:
+    """What schedules whose calls never overlap may share, a pointer for each GPU: room for Y1
+    (two planes of the largest m x h) and a zeroed record of errors."""
+
+    y1: tuple[int, ...]
+    error: tuple[int, ...]
+
+
 class Mlp:
     """A schedule placed on GPUs: its workspace, flags, and a parameter block a set of operands.
 
     Calls are enqueued on the streams of `gpus`, one call at a time; buffers belong to `arena`.
-    `skip_wait` builds the negative control; `stamps` keeps the times of every tile of a call.
+    `kernel` and `workspace` are shared with others, if given. `skip_wait` builds the negative
+    control; `stamps` keeps the times of every tile of a call.
     """
 
     def __init__(
@@ -46,14 +56,16 @@ class Mlp:
         schedule: Schedule,
         sets: list[Operands],
         *,
+        kernel: Kernel | None = None,
+        workspace: Workspace | None = None,
         skip_wait: bool = False,
         stamps: bool = False,
     ) -> None:
         self._gpus = gpus
         self.schedule = schedule
-        self._kernel = Kernel(gpus, schedule.config, skip_wait=skip_wait)
+        self._kernel = kernel or Kernel(gpus, schedule.config, skip_wait=skip_wait)
         self.ctas, self.build = self._kernel.ctas, self._kernel.build
-        self._place_workspace(arena)
+        self._place(arena, workspace)
         sizes = [len(slots) * len(STAMPS) * 8 if stamps else 0 for slots in self._slots]
         self._stamps = [arena.zeros(g, size) if size else 0 for g, size in enumerate(sizes)]
         self._arguments = [
@@ -73,14 +85,19 @@ class Mlp:
     def _y1_bytes(self) -> int:
         return 2 * self.schedule.problem.m * self.schedule.y1_width * BF16_BYTES
 
-    def _place_workspace(self, arena: Arena) -> None:
+    def _place(self, arena: Arena, workspace: Workspace | None) -> None:
         schedule = self.schedule
         panels = schedule.panels * len(schedule.arrivals(0))
-        self._y1 = [arena.alloc(g, self._y1_bytes) if g in self._y1_gpus else 0 for g in self._all]
+        holders = () if workspace else self._y1_gpus
+        self._y1 = [arena.alloc(g, self._y1_bytes) if g in holders else 0 for g in self._all]
         width = schedule.config.down.n if schedule.reduces else 0
         ones = abi.bf16_bits(np.eye(width, dtype=np.float32))
         self._ones = [arena.upload(gpu, ones) if width else 0 for gpu in self._all]
         self._flags = [Flags.place(arena, gpu, panels) for gpu in self._all]
+        if workspace:
+            self._y1 = list(workspace.y1)
+            errors = zip(self._flags, workspace.error, strict=True)
+            self._flags = [replace(flags, error=error) for flags, error in errors]
         self._slots = [schedule.slots(gpu) for gpu in self._all]
         self._tiles = [arena.upload(gpu, self._packed(gpu)) for gpu in self._all]
 
@@ -97,9 +114,17 @@ class Mlp:
         for gpu in self._y1_gpus:
             self._gpus.fill(gpu, self._y1[gpu], 0xFF, self._y1_bytes)
 
+    def moved(self, x: Sequence[int], y2: Sequence[int]) -> list[Argument]:
+        """What the kernel of each GPU takes for the first set with X and Y2 elsewhere."""
+        blocks = [argument.block.copy() for argument in self._arguments[0]]
+        for gpu, block in enumerate(blocks):
+            self._write_ends(block, gpu, x, y2)
+        return [Argument(block) for block in blocks]
+
     def _block(self, gpu: int, operands: Operands) -> Any:
         p = np.zeros((), dtype=PARAMS)
         self._write_maps(p, gpu, operands)
+        self._write_ends(p, gpu, operands.x, operands.y2)
         self._write_flags(p, gpu)
         schedule, problem, config = self.schedule, self.schedule.problem, self.schedule.config
         p["tiles"], p["tile_count"] = self._tiles[gpu], len(self._slots[gpu])
@@ -122,8 +147,6 @@ class Mlp:
         problem, config = self.schedule.problem, self.schedule.config
         m, y1_sizes = problem.m, (2, problem.m, self.schedule.y1_width)
         columns = self.schedule.columns
-        rows = abi.in_box_rows(config.up, m)
-        p["x"] = tensor_map(operands.x[gpu], (m, problem.k), rows)
         if own := columns[UP][gpu].width:
             box = abi.weight_box_rows(config.up, config)
             p["w_up"] = tensor_map(operands.w_up[gpu], (own, problem.k), box)
@@ -138,16 +161,21 @@ class Mlp:
             p["w_down"] = tensor_map(operands.w_down[gpu], sizes, box)
             p["w_down_column"] = held[1].start
             p["y1"] = tensor_map(self._y1[gpu], y1_sizes, abi.in_box_rows(config.down, m))
-            rows = abi.out_box_rows(config.down, m)
-            for i, to in enumerate(_nearest(gpu, self.schedule.y2_gpus[gpu])):
-                p["y2_to"][i] = operands.y2[to]
-                p["y2_out"][i] = tensor_map(operands.y2[to], (m, problem.n), rows)
         if self.schedule.reduces:
             box = abi.weight_box_rows(config.down, config)
             p["ones"] = tensor_map(self._ones[gpu], (config.down.n, config.down.n), box)
             for i, to in enumerate(_nearest(gpu, self._all)):
                 p["partial_column"][i] = self.schedule.partial_column(to)
             p["partial_width"] = self.schedule.partial_width
+
+    def _write_ends(self, p: Any, gpu: int, x: Sequence[int], y2: Sequence[int]) -> None:
+        problem, config = self.schedule.problem, self.schedule.config
+        m = problem.m
+        p["x"] = tensor_map(x[gpu], (m, problem.k), abi.in_box_rows(config.up, m))
+        rows = abi.out_box_rows(config.down, m)
+        for i, to in enumerate(_nearest(gpu, self.schedule.y2_gpus[gpu])):
+            p["y2_to"][i] = y2[to]
+            p["y2_out"][i] = tensor_map(y2[to], (m, problem.n), rows)
 
     def _write_flags(self, p: Any, gpu: int) -> None:
         schedule = self.schedule

@@ -224,9 +224,15 @@ def slots(tiles: NDArray[np.int32], config: Config) -> NDArray[np.int32]:
     return np.concatenate(rows).astype(np.int32)
 
 
-def build(problem: Problem, config: Config) -> Schedule:
-    """The schedule of a valid config (`limits.why_invalid` is None) for a problem."""
-    up, down = layer_columns(problem, config)
+def build(
+    problem: Problem, config: Config, columns: tuple[tuple[Columns, ...], ...] | None = None
+) -> Schedule:
+    """The schedule of a valid config (`limits.why_invalid` is None) for a problem.
+
+    `columns` of both layers replace those of the config, where weights lie divided already: all
+    their edges but the last are multiples of the tile widths.
+    """
+    up, down = columns or layer_columns(problem, config)
     everyone = range(problem.gpus)
     reduces = config.down_axis == "h"
     workers = [gpu for gpu in everyone if up[gpu].width]

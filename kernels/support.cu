@@ -1,4 +1,4 @@
-// Small kernels around a measurement: inputs, reference, comparison, barrier, empty call, delay.
+// Small kernels around a call: inputs, reference, comparison, barrier, copies, empty call, delay.
 // No CuTe here, so that it compiles in a moment.
 
 #include <cuda_bf16.h>
@@ -193,6 +193,19 @@ extern "C" __global__ void two_shot(TwoShot const* params) {
       p.calls[0] = call;
     }
   }
+}
+
+// Copies 16-byte words from the memory of a peer: a copy engine takes 9 us for the smallest copy.
+struct Words {
+  uint4* to;
+  uint4 const* from;
+  long long count;
+};
+
+extern "C" __global__ void pull(Words const words) {
+  long long const step = (long long)gridDim.x * blockDim.x;
+  for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < words.count; i += step)
+    words.to[i] = __ldcv(words.from + i);
 }
 
 extern "C" __global__ void nothing() {}

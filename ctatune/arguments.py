@@ -1,0 +1,95 @@
+"""What callers give to an `Mlp`, checked before anything is enqueued."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from ctatune.arrays import View, current_stream, view
+from ctatune.choice import Choice
+from ctatune.errors import UsageError
+from ctatune.limits import ALIGNMENT_BYTES, why_invalid
+from ctatune.problem import MAX_GPUS, Problem, parse_shape
+from ctatune.space import default_config
+
+MAX_M = 4096
+
+
+def problem_of(
+    up: View, down: View, choice: Choice | None, gpus: int | None, max_m: int | None
+) -> Problem:
+    """The problem of the most tokens that weights, choice and caller describe together."""
+    if len(up.shape) != 2 or len(down.shape) != 2 or up.shape[0] != down.shape[1]:
+        shapes = f"{_sizes(up.shape)} and {_sizes(down.shape)}"
+        raise UsageError(f"w_up must be h x k and w_down n x h, got {shapes}")
+    (h, k), n = up.shape, down.shape[0]
+    least = 1
+    if choice:
+        least, *sizes = parse_shape(choice.shape)
+        if sizes != [k, h, n]:
+            raise UsageError(f"the choice is for {choice.shape}, the weights have {k}x{h}x{n}")
+        if (choice.dtype, choice.activation, choice.output) != ("bf16", "none", "replicated"):
+            got = f"{choice.dtype}, {choice.activation}, {choice.output}"
+            raise UsageError(f"an Mlp runs bf16, none, replicated; the choice is for {got}")
+        if gpus not in (None, choice.gpus):
+            raise UsageError(f"the choice is for {choice.gpus} GPUs, gpus is {gpus}")
+        gpus = choice.gpus
+    if gpus is None:
+        raise UsageError(f"say how many gpus (1 .. {MAX_GPUS}), or give a choice")
+    most = max(MAX_M, least) if max_m is None else max_m
+    if most < least:
+        raise UsageError(f"max_m must be at least {least}, the tokens of the choice, got {most}")
+    for name, weight in (("w_up", up), ("w_down", down)):
+        if weight.gpu is not None and weight.gpu >= gpus:
+            raise UsageError(f"{name} must lie on the host or one of {gpus} GPUs: {weight.where}")
+    problem = Problem(m=most, k=k, h=h, n=n, gpus=gpus)
+    if reason := why_invalid(default_config(problem), problem):
+        raise UsageError(f"our kernel cannot run {problem.shape}: {reason}")
+    return problem
+
+
+def tokens(m: Any, problem: Problem) -> int:
+    """`m` as a number of tokens that a call may have."""
+    m = operator.index(m)
+    if not 1 <= m <= problem.m:
+        raise UsageError(f"m must be between 1 and {problem.m} (max_m), got {m}")
+    return m
+
+
+def streams_of(stream: Any, gpus: int) -> list[int]:
+    """Handles of streams on GPUs 0 .. `gpus` - 1: those given, or the caller's current ones."""
+    if stream is None:
+        return [current_stream(gpu) for gpu in range(gpus)]
+    handles = [int(s) for s in stream] if isinstance(stream, Sequence) else [int(stream)]
+    require_each("stream", handles, gpus)
+    return handles
+
+
+def require_each(name: str, items: Sequence[Any], gpus: int) -> None:
+    """Raise UsageError unless there is one item for each GPU."""
+    if len(items) != gpus:
+        raise UsageError(f"{name} needs one item for each of {gpus} GPUs, got {len(items)}")
+
+
+def checked(
+    arrays: Sequence[Any], name: str, width: int, streams: Sequence[int], rows: int | None = None
+) -> list[View]:
+    """Arrays on GPUs 0, 1, ... of `rows` (None: as many as the first one has) x `width`."""
+    found = []
+    for gpu, array in enumerate(arrays):
+        one = view(array, name, streams[gpu])
+        if one.gpu != gpu:
+            raise UsageError(f"{name} must lie on GPU {gpu}, it lies on {one.where}")
+        if len(one.shape) != 2 or one.shape[1] != width or rows not in (None, one.shape[0]):
+            rule = f"{'m' if rows is None else rows} x {width}"
+            raise UsageError(f"{name} must be {rule}, got {_sizes(one.shape)}")
+        if one.pointer % ALIGNMENT_BYTES:
+            raise UsageError(f"{name} must begin at a multiple of {ALIGNMENT_BYTES} bytes (TMA)")
+        rows = one.shape[0]
+        found.append(one)
+    return found
+
+
+def _sizes(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "a scalar"

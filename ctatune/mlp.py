@@ -1,0 +1,196 @@
+"""Runs an MLP on several GPUs of one process, as `ctatune.best` says.
+
+Why calls of different numbers of tokens may share Y1, though each has flags of its own, and epochs
+that count its own calls (the protocol stands in `kernels/mlp.cu`):
+
+1. Calls form one sequence, the same on every GPU (`shared.py`).
+2. Y2 lies on every GPU after a call (`replicated`), so a kernel ends only when all CTAs of all
+   GPUs with a part of `down` have added to its `arrived`. A CTA adds after its last tile, when it
+   has loaded all that it will load. And each panel of Y1 was awaited by a GPU with a part of
+   `down`, so every tile of `up` had been stored, and its X loaded. Hence: when a call has ended on
+   any one GPU, every GPU has read all of X and Y1 that it reads in this call.
+3. A kernel writes nothing before the one before it on its GPU has ended. So by 2, when the first
+   GPU writes Y1 of the next call, nobody reads or writes Y1 of an earlier one, whatever the number
+   of tokens and the layout of both.
+4. Y2 is stored only into a GPU that has started the same call (`started` of this schedule), so
+   after all that the GPU's stream did before.
+5. What is left are counters. Those of a schedule are touched by its own calls alone, which are a
+   sequence too, as the kernel's protocol asks; a call of another schedule between two of them only
+   makes a GPU later.
+
+This rests on `down` being divided by columns and on `replicated`: another output would need
+`started` flags that count the calls of all schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ctatune.arguments import checked, problem_of, require_each, streams_of, tokens
+from ctatune.arrays import view
+from ctatune.choice import Choice
+from ctatune.errors import DeviceError, PipelineTimeoutError, UsageError
+from ctatune.placement import Placement
+from ctatune.plans import Plan, Plans
+from ctatune.shared import kept_context, shared
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _exclusive(method: _Method) -> _Method:
+    """One thread at a time, not after `close`; the caller's current GPU stays what it was."""
+
+    @wraps(method)
+    def guarded(self: Mlp, *args: Any, **named: Any) -> Any:
+        with self._shared.lock, kept_context():
+            if self._closed:
+                raise UsageError("this Mlp is closed")
+            return method(self, *args, **named)
+
+    return guarded  # pyright: ignore[reportReturnType]
+
+
+class Mlp:
+    """`Y2 = X W_up^T W_down^T` in bf16, on GPUs 0 .. `gpus` - 1 of this process.
+
+    Weights are whole, on the host or on one GPU: arrays of torch, DLPack,
+    `__cuda_array_interface__` or NumPy (uint16 with the bits of bf16, which NumPy does not have).
+    Each GPU gets a copy of its part; the caller's arrays are not needed any more.
+
+    `choice` is an answer of `ctatune.best` for these weights: its config runs for its number of
+    tokens, and weights are divided as it divides them. For other numbers, and without it, `best`
+    (of `db` and `platform`) is asked about the next power of two, and weights are divided evenly in
+    multiples of 256 columns. Our fastest measured config that fits stands in for a baseline and for
+    a config that the division excludes (`plans.py`).
+
+    The first call with a number of tokens makes a schedule, compiles a kernel if it is new (5 s),
+    and allocates; `warm_up` does that before. A later call allocates nothing on a GPU. Threads
+    may share an object: their calls are serialised.
+
+    Shapes: w_up h x k, w_down n x h.
+    Units: `max_m` in tokens, the most of a call (None: 4096, or those of `choice` if more).
+    Raises: UsageError for arrays or sizes that cannot be; DeviceError for GPUs that are missing or
+    have no peer access.
+    """
+
+    def __init__(
+        self,
+        w_up: Any,
+        w_down: Any,
+        choice: Choice | None = None,
+        *,
+        gpus: int | None = None,
+        max_m: int | None = None,
+        db: Path | None = None,
+        platform: str | None = None,
+    ) -> None:
+        self._closed = True
+        up, down = view(w_up, "w_up"), view(w_down, "w_down")
+        self.problem = problem_of(up, down, choice, gpus, max_m)
+        platform = platform or (choice.platform if choice else None)
+        self._plans = Plans(self.problem, choice, db, platform)
+        self._shared = shared(self.problem.gpus)
+        self._placement = Placement(self._shared, self.problem, self._plans)
+        self._failed = ""
+        self._closed = False
+        try:
+            self._place(up, down)
+        except BaseException:
+            self.close()
+            raise
+
+    @_exclusive
+    def _place(self, *weights: Any) -> None:
+        self._placement.place(*weights)
+
+    def plan(self, m: int) -> Plan:
+        """The config that runs for m tokens, and how it was chosen."""
+        with self._shared.lock:
+            return self._plans.of(tokens(m, self.problem))
+
+    def __call__(self, x: Any, out: Any = None, *, stream: Any = None) -> Any:
+        """Y2 of X, enqueued: `out`, or a `GpuArray` that the next call of this object overwrites.
+
+        With X on GPU 0 a call is one piece of work on the caller's stream there: the handle
+        `stream`, else torch's current stream if torch is in use, else the legacy default stream.
+        The other GPUs fetch X. With a list, the same X on each GPU, the part of each GPU goes to
+        the caller's stream on that GPU, with no copies and no waits of one stream for another;
+        then `out`, `stream` and the result are lists too, the same Y2 on each GPU.
+
+        A call may be captured into a CUDA graph, after `warm_up`. Replays need this object open,
+        and the caller orders them with other calls of this process, as by one stream for all.
+
+        Shapes: x m x k, out m x n; contiguous bf16, aligned to 16 bytes, not overlapping.
+        Raises: UsageError before anything is enqueued.
+        """
+        if not isinstance(x, list | tuple):
+            found = self._enqueue([x], [] if out is None else [out], streams_of(stream, 1), False)
+            return found[0]
+        for name, items in (("x", x), ("out", x if out is None else out)):
+            require_each(name, items, self.problem.gpus)
+        return list(self._enqueue(x, out or [], streams_of(stream, self.problem.gpus), True))
+
+    @_exclusive
+    def _enqueue(
+        self, x: Sequence[Any], out: Sequence[Any], streams: list[int], everywhere: bool
+    ) -> Sequence[Any]:
+        if self._failed:
+            raise DeviceError(f"{self._failed}: make a new Mlp, this one lost count")
+        sources = checked(x, "x", self.problem.k, streams)
+        m = tokens(sources[0].shape[0], self.problem)
+        targets = checked(out, "out", self.problem.n, streams, m)
+        captured = self._shared.capturing(streams)
+        ready = self._placement.ready(m, captured)
+        bound = self._placement.bound(ready, sources, targets)
+        try:
+            if everywhere:
+                self._shared.each(bound, streams, captured)
+            else:
+                self._shared.spread(bound, streams[0], captured)
+        except DeviceError as error:  # some GPUs may have begun without the others
+            self._failed = "" if captured else str(error)
+            raise
+        return out or ready.y[: len(x)]
+
+    @_exclusive
+    def warm_up(self, *numbers: int) -> None:
+        """Make these numbers of tokens ready, with one call of each, and wait for it.
+
+        Raises: UsageError when no config can run; CompileError; PipelineTimeoutError.
+        """
+        stream = int(self._shared.gpus.streams[0].handle)
+        for m in numbers:
+            ready = self._placement.ready(tokens(m, self.problem), False)
+            x = self._placement.own_x(m)
+            self._shared.spread(self._placement.bound(ready, [x], []), stream, False)
+        self.check()
+
+    @_exclusive
+    def check(self) -> None:
+        """Wait for the last call (not for replays of graphs), and say whether one has failed.
+
+        Raises: PipelineTimeoutError when a GPU waited in vain for another one: Y2 of that call and
+        of all after it means nothing, and this object takes no more calls.
+        """
+        self._shared.wait()
+        try:
+            self._placement.raise_poll_error()
+        except PipelineTimeoutError as error:
+            self._failed = str(error)
+            raise
+
+    def close(self) -> None:
+        """Wait for all work on the GPUs and free the memory; graphs that hold calls are void."""
+        if not self._closed:
+            with self._shared.lock, kept_context():
+                self._closed = True
+                self._placement.close()
+
+    def __enter__(self) -> Mlp:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
