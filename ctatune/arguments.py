@@ -26,15 +26,7 @@ def problem_of(
     (h, k), n = up.shape, down.shape[0]
     least = 1
     if choice:
-        least, *sizes = parse_shape(choice.shape)
-        if sizes != [k, h, n]:
-            raise UsageError(f"the choice is for {choice.shape}, the weights have {k}x{h}x{n}")
-        if (choice.dtype, choice.activation, choice.output) != ("bf16", "none", "replicated"):
-            got = f"{choice.dtype}, {choice.activation}, {choice.output}"
-            raise UsageError(f"an Mlp runs bf16, none, replicated; the choice is for {got}")
-        if gpus not in (None, choice.gpus):
-            raise UsageError(f"the choice is for {choice.gpus} GPUs, gpus is {gpus}")
-        gpus = choice.gpus
+        least, gpus = _agree(choice, (k, h, n), gpus)
     if gpus is None:
         raise UsageError(f"say how many gpus (1 .. {MAX_GPUS}), or give a choice")
     most = max(MAX_M, least) if max_m is None else max_m
@@ -47,6 +39,20 @@ def problem_of(
     if reason := why_invalid(default_config(problem), problem):
         raise UsageError(f"our kernel cannot run {problem.shape}: {reason}")
     return problem
+
+
+def _agree(choice: Choice, sizes: tuple[int, int, int], gpus: int | None) -> tuple[int, int]:
+    """The tokens and the GPUs of a choice, if it is for an Mlp of these sizes."""
+    m, *chosen = parse_shape(choice.shape)
+    if tuple(chosen) != sizes:
+        have = "x".join(map(str, sizes))
+        raise UsageError(f"the choice is for {choice.shape}, the weights have k x h x n {have}")
+    if (choice.dtype, choice.activation, choice.output) != ("bf16", "none", "replicated"):
+        got = f"{choice.dtype}, {choice.activation}, {choice.output}"
+        raise UsageError(f"an Mlp runs bf16, none, replicated; the choice is for {got}")
+    if gpus not in (None, choice.gpus):
+        raise UsageError(f"the choice is for {choice.gpus} GPUs, gpus is {gpus}")
+    return m, choice.gpus
 
 
 def tokens(m: Any, problem: Problem) -> int:
