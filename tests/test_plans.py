@@ -1,0 +1,154 @@
+"""Which config an Mlp runs for a number of tokens, on the shipped measurements and on weights that
+nobody measured."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from test_contract import numpy_case
+
+from ctatune import answers, plans, reference
+from ctatune.config import Config, Tile
+from ctatune.errors import NoAnswer, UsageError
+from ctatune.limits import why_invalid
+from ctatune.plans import Plans, bucket
+from ctatune.problem import Problem
+from ctatune.schedule import Columns, build
+
+NO_DB = Path("/nonexistent/ctatune.db")
+WIDE = Problem(m=4096, k=8192, h=8192, n=8192, gpus=2)
+
+
+def plans_of(problem: Problem, choice: Any = None) -> Plans:
+    return Plans(problem, choice, NO_DB, None)
+
+
+def quiet(found: Plans, m: int) -> plans.Plan:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return found.of(m)
+
+
+def test_buckets_are_powers_of_two():
+    numbers = [1, 2, 3, 16, 17, 1000, 1024, 1025, 4096]
+    assert [bucket(m) for m in numbers] == [1, 2, 4, 16, 32, 1024, 1024, 2048, 4096]
+
+
+def test_measured_tokens_run_what_was_measured():
+    found = plans_of(WIDE)
+    answer = answers.best("64x8192x8192", gpus=2, db=NO_DB)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = found.of(64)
+    assert (plan.config, plan.source) == (answer.config, "measured")
+
+
+def test_other_tokens_run_the_next_power_of_two_and_say_so_once():
+    found = plans_of(WIDE)
+    with pytest.warns(UserWarning, match="60x8192x8192x8192: neighbour, as 64 tokens"):
+        plan = found.of(60)
+    assert (plan.config, plan.source) == (found.of(64).config, "neighbour")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found.of(61)
+
+
+def test_pairs_of_tile_rows_are_given_up_where_there_is_an_odd_number():
+    found = plans_of(WIDE)
+    paired, single = quiet(found, 4096).config, quiet(found, 4096 - 128).config
+    assert paired.multicast
+    assert single == replace(paired, multicast=False)
+    assert quiet(found, 4096 - 256).config == paired
+
+
+def test_one_division_serves_all_tokens():
+    """Of every m, the tiles of the plan cover the parts of each GPU and nothing else."""
+    for problem in (WIDE, replace(WIDE, k=4096, h=14336, n=4096)):
+        found = plans_of(problem)
+        for part, layer in zip(found.division, problem.layers, strict=True):
+            assert part[0] == Columns(0, layer.outputs // 2)
+        for m in (1, 17, 100, 128, 200, 513, 1000, 2048, 3001, 4096):
+            config, real = quiet(found, m).config, replace(problem, m=m)
+            assert why_invalid(config, real) is None
+            for own, layer, tile in zip(found.division, real.layers, config.tiles, strict=True):
+                edges = {part.stop for part in own} - {layer.outputs}
+                assert not any(edge % tile.n for edge in edges)
+
+
+def test_what_the_division_excludes_is_replaced_by_another_measured_config():
+    """At 1024 tokens and 28672 features the fastest tile of up is 192 wide."""
+    answer = answers.best("1024x8192x28672", gpus=2, db=NO_DB)
+    if not (isinstance(answer.config, Config) and answer.config.up.n == 192):
+        pytest.skip("another config is the fastest now")
+    problem = replace(WIDE, h=28672)
+    plan = quiet(plans_of(problem), 1024)
+    assert plan.source == "measured"
+    assert "measured at" in plan.note
+    assert all(tile.n in (64, 128, 256) for tile in plan.config.tiles)
+    given = plans_of(problem, answer)
+    assert quiet(given, 1024).config == answer.config
+    assert quiet(given, 64).config.up.n == 64  # 14400 columns of up on GPU 0
+
+
+def test_our_kernel_runs_where_a_baseline_is_the_answer():
+    answer = answers.best("16x8192x28672", gpus=2, db=NO_DB)
+    if isinstance(answer.config, Config):
+        pytest.skip("our kernel is the answer now")
+    plan = quiet(plans_of(replace(WIDE, h=28672)), 16)
+    assert plan.source == "measured"
+    assert f"the answer, {answer.config}, is not our kernel" in plan.note
+
+
+CHOICE = SimpleNamespace(
+    shape="300x128x768x520",
+    config=Config(up=Tile(m=128, n=192), down=Tile(m=128, n=64), stages=4, d_slabs=3, mix=0.5),
+    source="measured",
+    note="",
+)
+
+
+@pytest.fixture
+def nothing_known(monkeypatch):
+    def best(*_: Any, **__: Any) -> Any:
+        raise NoAnswer("nothing")
+
+    monkeypatch.setattr(answers, "best", best)
+
+
+@pytest.mark.usefixtures("nothing_known")
+def test_a_choice_divides_the_weights_and_sets_the_mix():
+    problem = Problem(m=512, k=128, h=768, n=520, gpus=2)
+    found = plans_of(problem, CHOICE)
+    assert found.division[0] == (Columns(0, 576), Columns(576, 768))
+    assert quiet(found, 300).config == CHOICE.config
+    assert quiet(found, 300).source == "measured"
+    other = quiet(found, 64)
+    assert other.source == "predicted"
+    assert (other.config.mix, other.config.stage_split) == (0.5, (1, 1))
+    assert other.config.up.n in (64, 192)
+    assert other.config.down.n == 64 or found.division[1][0].stop % other.config.down.n == 0
+
+
+@pytest.mark.usefixtures("nothing_known")
+def test_sizes_that_cannot_run_say_why():
+    with pytest.raises(UsageError, match="no config can run 64x100x512x512: k must be a multiple"):
+        plans_of(Problem(m=512, k=100, h=512, n=512, gpus=2)).of(64)
+
+
+@pytest.mark.usefixtures("nothing_known")
+@pytest.mark.parametrize("gpus", [1, 2, 3, 4])
+@pytest.mark.parametrize("m", [1, 40, 130, 300])
+def test_schedules_of_a_division_compute_y2(gpus, m):
+    """Also where a GPU has no part at all: 768 columns in multiples of 256 over 4 GPUs."""
+    problem = Problem(m=m, k=128, h=768, n=520, gpus=gpus)
+    found = plans_of(problem)
+    schedule = build(problem, quiet(found, m).config, found.division)
+    inputs, expected = numpy_case(m, 128, 768, 520)
+    for output in reference.execute(schedule, *inputs, ctas=8):
+        assert np.linalg.norm(output - expected) <= 0.01 * np.linalg.norm(expected)
