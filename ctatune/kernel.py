@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from cuda.bindings import driver
 
 from ctatune import jit
@@ -28,9 +30,8 @@ class Kernel:
         cubin = jit.cubin("mlp", jit.preamble(config, skip_wait=skip_wait))
         (self._kernel,) = gpus.load(cubin, ["mlp"], smem_bytes=self._smem_bytes)
         self._function = driver.CUfunction(int(self._kernel.handle))
-        self._own = [int(stream.handle) for stream in gpus.streams]
         self.ctas = config.ctas or self._resident_ctas(config.cluster)
-        self._launches: dict[tuple[int, int, bool], driver.CUlaunchConfig] = {}
+        self._launches = [self._launch(self.ctas, int(own.handle)) for own in gpus.streams]
 
     def _resident_ctas(self, cluster: int) -> int:
         """CTAs that run at the same time: clusters that fit, since CTAs wait for each other."""
@@ -40,7 +41,7 @@ class Kernel:
         size.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         size.value.clusterDim.x = cluster
         size.value.clusterDim.y = size.value.clusterDim.z = 1
-        launch = self._launch(cluster, self._own[0])
+        launch = self._launch(cluster, 0)
         launch.attrs = [size]
         clusters = []
         for gpu in range(len(self._gpus)):
@@ -48,7 +49,7 @@ class Kernel:
             clusters.append(int(check(driver.cuOccupancyMaxActiveClusters(self._function, launch))))
         return cluster * (min(clusters) // self._gpus.ranks)
 
-    def _launch(self, ctas: int, stream: int, early: bool = True) -> driver.CUlaunchConfig:
+    def _launch(self, ctas: int, stream: int, *, early: bool = True) -> driver.CUlaunchConfig:
         """A launch that, if `early`, begins while the kernel before it in the stream ends (it
         waits itself)."""
         launch = driver.CUlaunchConfig()
@@ -64,19 +65,15 @@ class Kernel:
             launch.attrs, launch.numAttrs = [attribute], 1
         return launch
 
-    def launch(
-        self, gpu: int, argument: Argument, stream: int | None = None, *, early: bool = True
-    ) -> None:
-        """Enqueue one launch on a stream of `gpu` (None: the one of `gpus`).
-
-        `argument` may be freed after it: the driver has copied the parameter block.
-        """
+    def launch(self, gpu: int, argument: Argument) -> None:
+        """Enqueue one launch on the stream of `gpu`; the driver copies the parameter block."""
         self._gpus.use(gpu)
-        key = (gpu, self._own[gpu] if stream is None else stream, early)
-        config = self._launches.get(key)
-        if config is None:
-            config = self._launches[key] = self._launch(self.ctas, *key[1:])
-        check(driver.cuLaunchKernelEx(config, self._function, argument.address, 0))
+        check(driver.cuLaunchKernelEx(self._launches[gpu], self._function, argument.address, 0))
+
+    def launch_args(self, argument: Argument, stream: int, *, early: bool) -> tuple[Any, ...]:
+        """What `cuLaunchKernelEx` takes to launch on a stream, in the context of its GPU;
+        `argument` must outlive it."""
+        return self._launch(self.ctas, stream, early=early), self._function, argument.address, 0
 
     def build(self) -> KernelBuild:
         """What the compiler made of the config."""

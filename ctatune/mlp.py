@@ -35,7 +35,7 @@ from ctatune.choice import Choice
 from ctatune.errors import DeviceError, PipelineTimeoutError, UsageError
 from ctatune.placement import Placement
 from ctatune.plans import Plan, Plans
-from ctatune.shared import kept_context, shared
+from ctatune.shared import shared
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -45,7 +45,7 @@ def _exclusive(method: _Method) -> _Method:
 
     @wraps(method)
     def guarded(self: Mlp, *args: Any, **named: Any) -> Any:
-        with self._shared.lock, kept_context():
+        with self._shared:
             if self._closed:
                 raise UsageError("this Mlp is closed")
             return method(self, *args, **named)
@@ -108,7 +108,7 @@ class Mlp:
 
     def plan(self, m: int) -> Plan:
         """The config that runs for m tokens, and how it was chosen."""
-        with self._shared.lock:
+        with self._shared:
             return self._plans.of(tokens(m, self.problem))
 
     def __call__(self, x: Any, out: Any = None, *, stream: Any = None) -> Any:
@@ -146,10 +146,7 @@ class Mlp:
         ready = self._placement.ready(m, captured)
         bound = self._placement.bound(ready, sources, targets)
         try:
-            if everywhere:
-                self._shared.each(bound, streams, captured)
-            else:
-                self._shared.spread(bound, streams[0], captured)
+            self._shared.enqueue(bound, streams, everywhere=everywhere, captured=captured)
         except DeviceError as error:  # some GPUs may have begun without the others
             self._failed = "" if captured else str(error)
             raise
@@ -161,11 +158,12 @@ class Mlp:
 
         Raises: UsageError when no config can run; CompileError; PipelineTimeoutError.
         """
-        stream = int(self._shared.gpus.streams[0].handle)
+        streams = [int(self._shared.gpus.streams[0].handle)]
         for m in numbers:
             ready = self._placement.ready(tokens(m, self.problem), False)
             x = self._placement.own_x(m)
-            self._shared.spread(self._placement.bound(ready, [x], []), stream, False)
+            bound = self._placement.bound(ready, [x], [])
+            self._shared.enqueue(bound, streams, everywhere=False, captured=False)
         self.check()
 
     @_exclusive
@@ -185,7 +183,7 @@ class Mlp:
     def close(self) -> None:
         """Wait for all work on the GPUs and free the memory; graphs that hold calls are void."""
         if not self._closed:
-            with self._shared.lock, kept_context():
+            with self._shared:
                 self._closed = True
                 self._placement.close()
 

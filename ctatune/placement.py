@@ -46,7 +46,7 @@ class Ready(NamedTuple):
 class Placement:
     """The parts of whole weights on each GPU, a workspace for `problem.m` tokens, and schedules.
 
-    Use it under the lock of `shared`.
+    Use it inside `with shared`.
     """
 
     def __init__(self, shared: Shared, problem: Problem, plans: Plans) -> None:
@@ -143,7 +143,7 @@ class Placement:
             raise UsageError("x and out must not overlap, nor may x be the y of the same Mlp")
         words = x_bytes // ALIGNMENT_BYTES
         pulls = [Argument(np.array([to, x[0], words], np.uint64)) for to in x]
-        return Bound(ready.kernel, ready.placed.moved(x, y), pulls)
+        return Bound(ready.kernel, ready.placed.moved(x, y), pulls, {})
 
     def raise_poll_error(self) -> None:
         """Raise PipelineTimeoutError if a poll of any finished call ran out of time."""

@@ -17,8 +17,7 @@ and other calls, by enqueueing them on the same stream for example.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from cuda.bindings import driver
@@ -31,17 +30,23 @@ from ctatune.gpus import Gpus, check
 from ctatune.kernel import Kernel
 from ctatune.telemetry import gpu_count
 
+STREAMS = 8  # of the caller, for which the steps of a call stay listed
 _PULL_THREADS = 512
+_SUCCESS = driver.CUresult.CUDA_SUCCESS
 _ACTIVE = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
+
+
+_Step = tuple[Callable[..., Any], tuple[Any, ...]]  # a call of the driver
 
 
 class Bound(NamedTuple):
     """A call with its pointers: the kernel, what it takes on each GPU, and (not for GPU 0) what
-    the kernel takes that fetches X from GPU 0."""
+    the kernel takes that fetches X from GPU 0. `steps` are what it enqueues, by its streams."""
 
     kernel: Kernel
     arguments: Sequence[Argument]
     pulls: Sequence[Argument]
+    steps: dict[tuple[int, ...], list[_Step]]
 
 
 class _Lanes:
@@ -54,19 +59,32 @@ class _Lanes:
 
 
 class Shared:
-    """The GPUs of this process for calls of any `Mlp`. Hold `lock` while you enqueue."""
+    """The GPUs of this process for calls of any `Mlp`.
+
+    Do everything inside `with`: one thread at a time, and the caller's current GPU, on which other
+    libraries rely, is what it was after it.
+    """
 
     def __init__(self, gpus: Gpus) -> None:
-        self.gpus, self.lock = gpus, threading.RLock()
+        self.gpus, self._lock = gpus, threading.RLock()
+        self._before: list[Any] = []  # what was current, for each `with` that is open
         self._kernels: dict[tuple[str, int], Kernel] = {}
         self._pull = gpus.function("pull")
-        self._pulls: dict[tuple[int, int], Any] = {}
-        captured = []
+        self._contexts, captured = [], []
         for gpu, device in enumerate(gpus.devices):
             gpus.use(gpu)
+            self._contexts.append(check(driver.cuCtxGetCurrent()))
             captured.append(device.create_stream())
         self._eager, self._captured = _Lanes(gpus, gpus.streams), _Lanes(gpus, captured)
         self._last: list[int | None] = [None] * len(gpus)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._before.append(driver.cuCtxGetCurrent()[1])
+
+    def __exit__(self, *_: object) -> None:
+        driver.cuCtxSetCurrent(self._before.pop())
+        self._lock.release()
 
     def kernel(self, config: Config) -> Kernel:
         """The kernel of a config, loaded once for all configs that differ in order or pace."""
@@ -80,58 +98,84 @@ class Shared:
 
         Raises: UsageError when only some are.
         """
-        found = {bool(s) and check(driver.cuStreamIsCapturing(s)) == _ACTIVE for s in streams}
-        if len(found) > 1:
+        found = [s != 0 and check(driver.cuStreamIsCapturing(s)) == _ACTIVE for s in streams]
+        if any(found) and not all(found):
             raise UsageError("the streams of all GPUs must take part in a capture, or none")
-        return found.pop()
+        return found[0]
 
-    def spread(self, bound: Bound, stream: int, captured: bool) -> None:
-        """Enqueue a call as one piece of work on a stream of GPU 0, where X lies."""
-        lanes, others = self._captured if captured else self._eager, range(1, len(self.gpus))
-        self.gpus.use(0)
-        self._follow(0, stream, captured)
-        if others:
-            check(driver.cuEventRecord(lanes.begun, stream))
-        for gpu in others:
-            here = lanes.streams[gpu]
-            self.gpus.use(gpu)
-            self._follow(gpu, here, captured)
-            check(driver.cuStreamWaitEvent(here, lanes.begun, 0))
-            config = self._pull_config(gpu, here)
-            check(driver.cuLaunchKernelEx(config, self._pull, bound.pulls[gpu].address, 0))
-            bound.kernel.launch(gpu, bound.arguments[gpu], here, early=not captured)
-            check(driver.cuEventRecord(lanes.ended[gpu], here))
-        bound.kernel.launch(0, bound.arguments[0], stream, early=not captured)
-        for gpu in others:
-            check(driver.cuStreamWaitEvent(stream, lanes.ended[gpu], 0))
+    def enqueue(
+        self, bound: Bound, streams: Sequence[int], *, everywhere: bool, captured: bool
+    ) -> None:
+        """Enqueue a call: each GPU's part on its stream, or (X lies on GPU 0 alone) all of it as
+        one piece of work on a stream of GPU 0.
+
+        The driver's calls are always the same ones: they are listed once.
+        """
         if not captured:
-            check(driver.cuEventRecord(lanes.ended[0], stream))
+            self._follow(streams if everywhere else [streams[0], *self._eager.streams[1:]])
+        key = (everywhere, captured, *streams)
+        steps = bound.steps.get(key)
+        if steps is None:
+            if len(bound.steps) == STREAMS:
+                bound.steps.clear()
+            make = self._each if everywhere else self._spread
+            steps = bound.steps[key] = list(make(bound, streams, captured))
+        for call, args in steps:
+            if (status := call(*args)[0]) is not _SUCCESS:
+                check((status,))
 
-    def each(self, bound: Bound, streams: Sequence[int], captured: bool) -> None:
-        """Enqueue each GPU's part of a call on a stream of that GPU."""
-        for gpu, stream in enumerate(streams):
-            self.gpus.use(gpu)
-            self._follow(gpu, stream, captured)
-            bound.kernel.launch(gpu, bound.arguments[gpu], stream, early=not captured)
-            if not captured:
-                check(driver.cuEventRecord(self._eager.ended[gpu], stream))
-
-    def _follow(self, gpu: int, stream: int, captured: bool) -> None:
+    def _follow(self, streams: Sequence[int]) -> None:
         """Begin after the call before, where the stream itself does not see to it."""
-        if captured:
+        if streams == self._last:
             return
-        if self._last[gpu] not in (None, stream):
-            check(driver.cuStreamWaitEvent(stream, self._eager.ended[gpu], 0))
-        self._last[gpu] = stream
+        for gpu, stream in enumerate(streams):
+            if self._last[gpu] not in (None, stream):
+                self.gpus.use(gpu)
+                check(driver.cuStreamWaitEvent(stream, self._eager.ended[gpu], 0))
+        self._last = list(streams)
 
-    def _pull_config(self, gpu: int, stream: int) -> Any:
-        if (gpu, stream) not in self._pulls:
-            config = driver.CUlaunchConfig()
-            config.gridDimX, config.gridDimY, config.gridDimZ = self.gpus.sm_count, 1, 1
-            config.blockDimX, config.blockDimY, config.blockDimZ = _PULL_THREADS, 1, 1
-            config.hStream = stream
-            self._pulls[gpu, stream] = config
-        return self._pulls[gpu, stream]
+    def _spread(self, bound: Bound, streams: Sequence[int], captured: bool) -> Iterator[_Step]:
+        lanes, others = self._captured if captured else self._eager, range(1, len(self.gpus))
+        (stream,) = streams
+        yield self._use(0)
+        if others:
+            yield driver.cuEventRecord, (lanes.begun, stream)
+        for gpu in others:
+            here, words = lanes.streams[gpu], bound.pulls[gpu]
+            yield self._use(gpu)
+            yield driver.cuStreamWaitEvent, (here, lanes.begun, 0)
+            yield driver.cuLaunchKernelEx, (self._pull_on(here), self._pull, words.address, 0)
+            yield from self._part(bound, gpu, here, captured)
+            yield driver.cuEventRecord, (lanes.ended[gpu], here)
+        yield self._use(0)
+        yield from self._part(bound, 0, stream, captured)
+        for gpu in others:
+            yield driver.cuStreamWaitEvent, (stream, lanes.ended[gpu], 0)
+        if not captured:
+            yield driver.cuEventRecord, (lanes.ended[0], stream)
+
+    def _each(self, bound: Bound, streams: Sequence[int], captured: bool) -> Iterator[_Step]:
+        for gpu, stream in enumerate(streams):
+            yield self._use(gpu)
+            yield from self._part(bound, gpu, stream, captured)
+            if not captured:
+                yield driver.cuEventRecord, (self._eager.ended[gpu], stream)
+
+    def _use(self, gpu: int) -> _Step:
+        return driver.cuCtxSetCurrent, (self._contexts[gpu],)
+
+    def _part(self, bound: Bound, gpu: int, stream: int, captured: bool) -> Iterator[_Step]:
+        """The kernel of one GPU. In a graph it begins as any other: nodes that end early are
+        for graphs of one GPU."""
+        args = bound.kernel.launch_args(bound.arguments[gpu], stream, early=not captured)
+        yield driver.cuLaunchKernelEx, args
+
+    def _pull_on(self, stream: int) -> Any:
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = self.gpus.sm_count, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = _PULL_THREADS, 1, 1
+        config.hStream = stream
+        return config
 
     def wait(self) -> None:
         """Wait for the last call that was not captured, and for what we enqueued ourselves."""
@@ -153,16 +197,6 @@ def _event(gpus: Gpus, gpu: int) -> Any:
     return check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
 
 
-@contextmanager
-def kept_context() -> Iterator[None]:
-    """Leave the caller's current GPU as it was: other libraries rely on it."""
-    before = check(driver.cuCtxGetCurrent())
-    try:
-        yield
-    finally:
-        check(driver.cuCtxSetCurrent(before))
-
-
 _made: dict[int, Shared] = {}
 _making = threading.Lock()
 
@@ -181,6 +215,9 @@ def shared(count: int) -> Shared:
         if (present := gpu_count()) < count:
             raise DeviceError(f"{count} GPUs are asked for, this machine has {present}")
         check(driver.cuInit(0))
-        with kept_context():
+        before = check(driver.cuCtxGetCurrent())
+        try:
             _made[count] = Shared(Gpus(count))
+        finally:
+            check(driver.cuCtxSetCurrent(before))
         return _made[count]
