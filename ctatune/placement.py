@@ -29,7 +29,7 @@ from ctatune.schedule import Columns, build
 from ctatune.shared import Bound, Shared
 
 SCHEDULES = 256  # numbers of tokens that stay ready: flags and a list of tiles each
-POINTERS = 64  # places of X and Y2 that stay ready, for each number of tokens
+POINTERS = 16  # places of X and Y2 that stay ready, for each number of tokens
 
 
 class Ready(NamedTuple):

@@ -7,6 +7,7 @@ $CTATUNE_TEST_RANKS ranks share a GPU, so that two GPUs can run what is for four
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -41,3 +42,11 @@ def bench():
     from ctatune.measure import Bench
 
     return Bench(available(), ranks=RANKS)
+
+
+@pytest.fixture
+def machine(monkeypatch) -> Any:
+    """Two fake GPUs for `ctatune.Mlp`, and the log of what is enqueued on them."""
+    from mlp_fakes import fake_machine
+
+    return fake_machine(monkeypatch)

@@ -1,16 +1,11 @@
-"""A bench and a driver without GPUs, for tests. Not a simulator: they have no physics."""
+"""A bench without GPUs, for tests of worker and search. Not a simulator: it has no physics."""
 
 from __future__ import annotations
 
 import os
 import time
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, ClassVar
 
-import numpy as np
-
-from ctatune import arrays
 from ctatune.config import OWN_KERNEL, AnyConfig, Config
 from ctatune.errors import DeviceError
 from ctatune.fit import prior_model
@@ -91,110 +86,3 @@ class FakeBench:
             verification=proof,
             kernel=kernel if config.method in OWN_KERNEL else None,
         )
-
-
-class FakeDriver:
-    """Logs calls of the driver into `log`; every call succeeds with `answers`, or 0.
-
-    Enums and structs are the real ones.
-    """
-
-    def __init__(self, real: Any, log: list[tuple[Any, ...]], **answers: Any) -> None:
-        self._real, self._log, self.answers = real, log, answers
-
-    def __getattr__(self, name: str) -> Any:
-        if not name.startswith("cu"):
-            return getattr(self._real, name)
-
-        def call(*args: Any) -> tuple[Any, ...]:
-            self._log.append((name, *args))
-            return self._real.CUresult.CUDA_SUCCESS, self.answers.get(name, len(self._log))
-
-        return call
-
-
-class FakeArena:
-    """Gives addresses of one space for all GPUs, and counts what it gave."""
-
-    given = 0
-    next_address = 1 << 20
-    live: ClassVar[set[FakeArena]] = set()
-
-    def __init__(self, _gpus: Any) -> None:
-        FakeArena.live.add(self)
-
-    def alloc(self, _gpu: int, nbytes: int) -> int:
-        FakeArena.given += 1
-        pointer = FakeArena.next_address
-        FakeArena.next_address += -(-max(nbytes, 1) // 4096) * 4096
-        return pointer
-
-    zeros = alloc
-
-    def upload(self, gpu: int, array: Any) -> int:
-        return self.alloc(gpu, array.nbytes)
-
-    def close(self) -> None:
-        FakeArena.live.discard(self)
-
-
-class FakeGpus:
-    """GPUs whose streams are numbered 100, 101, ...; what is enqueued goes to `log`."""
-
-    sm_count = 132
-
-    def __init__(self, count: int, log: list[tuple[Any, ...]]) -> None:
-        self.log, self.error = log, 0
-        made = iter(range(200, 300))
-
-        def device() -> Any:
-            return SimpleNamespace(create_stream=lambda: SimpleNamespace(handle=next(made)))
-
-        self.devices = [device() for _ in range(count)]
-        self.streams = [SimpleNamespace(handle=100 + gpu) for gpu in range(count)]
-
-    def __len__(self) -> int:
-        return len(self.devices)
-
-    def use(self, gpu: int) -> None: ...
-
-    def sync(self) -> None: ...
-
-    def wait(self, gpu: int) -> None: ...
-
-    def function(self, name: str) -> str:
-        return name
-
-    def copy(self, to: int, source: int, nbytes: int, stream: Any) -> None:
-        self.log.append(("copy", to, source, nbytes, stream.handle))
-
-    def download(self, _gpu: int, _pointer: int, _shape: Any, dtype: Any) -> Any:
-        return np.array((self.error, 0, 8, 7), dtype)
-
-
-class FakeKernel:
-    """Says what it would launch."""
-
-    def __init__(self, _gpus: Any, config: Config) -> None:
-        self.config, self.ctas, self.build = config, 132, lambda: "build"
-
-    def launch_args(self, argument: Any, stream: int, *, early: bool) -> tuple[Any, ...]:
-        return SimpleNamespace(hStream=stream), "mlp early" if early else "mlp", argument.block, 0
-
-
-def as_map(*what: Any) -> np.void:
-    """A tensor map that says what it was made of."""
-    return np.void(repr(what).encode().ljust(128))
-
-
-class OnGpu:
-    """An array of another library on a GPU: bf16 through DLPack."""
-
-    def __init__(self, shape: tuple[int, ...], pointer: int, gpu: int = 0, **rest: Any) -> None:
-        self.made, self.gpu, self.rest = (pointer, shape, gpu, None), gpu, rest
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return 2, self.gpu
-
-    def __dlpack__(self, **_: Any) -> Any:
-        return arrays._capsule(*self.made, **self.rest)

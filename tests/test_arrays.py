@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import OnGpu
+from mlp_fakes import OnGpu
 
 from ctatune import arrays
 from ctatune.arrays import GpuArray, current_stream, view

@@ -1,77 +1,35 @@
-"""ctatune.Mlp without GPUs: what it refuses, what it enqueues and in which order, what it keeps."""
+"""ctatune.Mlp without GPUs: what it enqueues and in which order, and what it keeps."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections import Counter
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-from fakes import FakeArena, FakeDriver, FakeGpus, FakeKernel, OnGpu, as_map
+from mlp_fakes import (
+    OUT,
+    W_DOWN,
+    W_UP,
+    FakeArena,
+    H,
+    K,
+    N,
+    OnGpu,
+    X,
+    as_map,
+    blocks,
+    call,
+    enqueued,
+    events,
+    made,
+    x_of,
+)
 
-import ctatune
-from ctatune import arrays, launch, mlp, placement, shared
+from ctatune import arrays, placement, shared
 from ctatune.errors import DeviceError, PipelineTimeoutError, UsageError
-from ctatune.shared import Shared
 
-K, H, N, MOST = 128, 768, 512, 600
-W_UP, W_DOWN = np.zeros((H, K), np.uint16), np.zeros((N, H), np.uint16)
-X, OUT = 1 << 40, 2 << 40  # where callers have theirs
-NO_DB = Path("/nonexistent/ctatune.db")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-@pytest.fixture
-def machine(monkeypatch) -> Any:
-    """Two fake GPUs and the log of what is enqueued on them."""
-    log: list[tuple[Any, ...]] = []
-    driver = FakeDriver(shared.driver, log, cuStreamIsCapturing=0)
-    monkeypatch.setattr(shared, "driver", driver)
-    monkeypatch.setattr(shared, "Kernel", FakeKernel)
-    monkeypatch.setattr(launch, "tensor_map", as_map)
-    monkeypatch.setattr(placement, "Arena", FakeArena)
-    FakeArena.live.clear()
-    gpus: Any = FakeGpus(2, log)
-    whole = Shared(gpus)
-    monkeypatch.setattr(mlp, "shared", lambda _: whole)
-    return SimpleNamespace(log=log, driver=driver, gpus=gpus, shared=whole)
-
-
-def made(**rest: Any) -> ctatune.Mlp:
-    return ctatune.Mlp(W_UP, W_DOWN, gpus=2, max_m=MOST, db=NO_DB, **rest)
-
-
-def x_of(m: int = 64, gpu: int = 0, pointer: int = X, k: int = K) -> OnGpu:
-    return OnGpu((m, k), pointer + gpu * (1 << 30), gpu)
-
-
-def enqueued(log: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Launches, records and waits of a log: what, and on which stream."""
-    found = []
-    for name, *args in log:
-        if name == "cuLaunchKernelEx":
-            found.append((args[1], int(args[0].hStream)))
-        elif name == "cuEventRecord":
-            found.append((f"record {args[0]}", args[1]))
-        elif name == "cuStreamWaitEvent":
-            found.append((f"wait {args[1]}", args[0]))
-    return found
-
-
-def call(machine: Any, it: ctatune.Mlp, *args: Any, **named: Any) -> list[tuple[Any, ...]]:
-    machine.log.clear()
-    it(*args, **named)
-    return enqueued(machine.log)
-
-
-def events(machine: Any, captured: bool = False) -> tuple[Any, ...]:
-    lanes = machine.shared._captured if captured else machine.shared._eager
-    return lanes.begun, *lanes.ended
 
 
 def test_each_gpu_gets_its_rows_of_the_weights(machine):
@@ -158,13 +116,6 @@ def test_a_capture_of_one_gpu_alone_is_refused(machine, monkeypatch):
         it([x_of(gpu=0), x_of(gpu=1)], stream=[7, 8])
 
 
-def blocks(machine: Any) -> dict[int, Any]:
-    """Parameter blocks of the last call, by GPU: in the order of launches the last one is 0."""
-    launched = [entry for entry in machine.log if entry[0] == "cuLaunchKernelEx"]
-    found = [block for _, _, name, block, _ in launched if name != "pull"]
-    return {(gpu + 1) % len(found): block for gpu, block in enumerate(found)}
-
-
 def test_blocks_lead_to_the_callers_x_and_y2_and_to_our_own_elsewhere(machine):
     it = made()
     call(machine, it, x_of(), OnGpu((64, N), OUT), stream=7)
@@ -219,96 +170,6 @@ def test_an_output_is_ours_until_the_next_call_or_the_callers():
     assert [y.view.gpu for y in ys] == [0, 1]
     outs = [OnGpu((64, N), OUT, 0), OnGpu((64, N), OUT + 4096 * 512, 1)]
     assert it([x_of(gpu=0), x_of(gpu=1)], outs, stream=[7, 8]) == outs
-
-
-REFUSED = {
-    "host": (lambda: ([np.zeros((64, K), np.uint16)],), "x must lie on GPU 0, it lies on the host"),
-    "wrong gpu": (lambda: ([x_of(gpu=1)],), "x must lie on GPU 0, it lies on GPU 1"),
-    "float": (lambda: ([OnGpu((64, K), X, code=2)],), "x must be bf16"),
-    "width": (lambda: ([x_of(k=64)],), "x must be m x 128, got 64 x 64"),
-    "one row": (lambda: ([OnGpu((K,), X)],), "x must be m x 128, got 128"),
-    "too many": (lambda: ([x_of(601)],), r"m must be between 1 and 600 \(max_m\), got 601"),
-    "none": (lambda: ([x_of(0)],), "m must be between 1 and 600"),
-    "unaligned": (lambda: ([x_of(pointer=X + 8)],), "x must begin at a multiple of 16 bytes"),
-    "no array": (lambda: ([3.0],), "x must be an array"),
-    "out rows": (lambda: ([x_of(), OnGpu((63, N), OUT)],), "out must be 64 x 512, got 63 x 512"),
-    "out gpu": (lambda: ([x_of(), OnGpu((64, N), OUT, 1)],), "out must lie on GPU 0"),
-    "overlap": (lambda: ([x_of(), OnGpu((64, N), X + 256)],), "x and out must not overlap"),
-    "one of two": (lambda: ([[x_of()]], {}), "x needs one item for each of 2 GPUs, got 1"),
-    "tokens": (
-        lambda: ([[x_of(), x_of(65, 1)]], {"stream": [7, 8]}),
-        "x must be 64 x 128, got 65 x 128",
-    ),
-    "one stream": (
-        lambda: ([[x_of(), x_of(gpu=1)]], {"stream": 7}),
-        "stream needs one item for each of 2 GPUs, got 1",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_a_call_refuses_is_said_before_anything_is_enqueued(machine, name):
-    make, message = REFUSED[name]
-    args, *named = make()
-    it = made()
-    machine.log.clear()
-    with pytest.raises(UsageError, match=message):
-        it(*args, **(named[0] if named else {"stream": 7}))
-    assert enqueued(machine.log) == []
-
-
-@pytest.mark.usefixtures("machine")
-def test_the_y_of_an_object_is_no_x_of_the_same():
-    square = ctatune.Mlp(np.zeros((H, N), np.uint16), W_DOWN, gpus=2, max_m=MOST, db=NO_DB)
-    y = square(x_of(k=N), stream=7)
-    with pytest.raises(UsageError, match="nor may x be the y of the same Mlp"):
-        square(y, stream=7)
-
-
-WRONG = {
-    "sizes": ((W_UP, W_UP), {"gpus": 2}, r"w_up must be h x k and w_down n x h, got 768 x 128 and"),
-    "dtype": ((W_UP.astype(np.float32), W_DOWN), {"gpus": 2}, "w_up must be bf16"),
-    "strided": ((W_UP, W_DOWN[:, ::2]), {"gpus": 2}, "w_down must be contiguous"),
-    "no gpus": ((W_UP, W_DOWN), {}, r"say how many gpus \(1 \.\. 8\)"),
-    "gpus": ((W_UP, W_DOWN), {"gpus": 9}, "gpus must be between 1 and 8"),
-    "k": ((W_UP[:, :100].copy(), W_DOWN), {"gpus": 2}, "k must be a multiple of 8"),
-    "far": ((OnGpu((H, K), X, 2), W_DOWN), {"gpus": 2}, "w_up must lie on the host or one of 2"),
-}
-
-
-@pytest.mark.usefixtures("machine")
-@pytest.mark.parametrize("name", WRONG)
-def test_weights_that_cannot_be(name):
-    weights, rest, message = WRONG[name]
-    with pytest.raises(UsageError, match=message):
-        ctatune.Mlp(*weights, **rest)
-
-
-@pytest.mark.usefixtures("machine")
-@pytest.mark.parametrize(
-    ("shape", "rest", "message"),
-    [
-        ("64x128x768x256", {}, "the choice is for 64x128x768x256, the weights have"),
-        ("64x128x768x512", {"gpus": 1}, "the choice is for 2 GPUs, gpus is 1"),
-        ("64x128x768x512", {"max_m": 63}, "max_m must be at least 64"),
-    ],
-)
-def test_a_choice_that_does_not_fit(shape, rest, message):
-    choice = ctatune.best(shape, gpus=2, db=NO_DB)
-    with pytest.raises(UsageError, match=message):
-        ctatune.Mlp(W_UP, W_DOWN, choice, **rest)
-    fitting = ctatune.best("64x128x768x512", gpus=2, db=NO_DB)
-    assert ctatune.Mlp(W_UP, W_DOWN, fitting).plan(64).config == fitting.config
-
-
-def test_a_missing_gpu_is_an_error_of_one_line(monkeypatch):
-    monkeypatch.setattr(shared, "_made", {})
-    monkeypatch.setattr(shared, "gpu_count", lambda: 1)
-    with pytest.raises(DeviceError, match="2 GPUs are asked for, this machine has 1"):
-        made()
-    monkeypatch.setattr(shared, "_made", {4: None, 1: None})
-    with pytest.raises(UsageError, match="this process uses 4 GPUs for an Mlp, not 2"):
-        made()
 
 
 def test_what_was_not_used_for_longest_is_freed_unless_a_graph_needs_it(machine, monkeypatch):
@@ -401,8 +262,3 @@ def test_torchs_stream_is_found(machine, monkeypatch):
     assert ("mlp early", 70) in found
     assert ("mlp early", 71) in found
     assert arrays.LEGACY_STREAM == 0  # without torch
-
-
-def test_import_is_free_of_cuda():
-    code = "import sys, ctatune; assert not {m for m in sys.modules if m.startswith('cuda')}"
-    subprocess.run([sys.executable, "-c", code], check=True)
