@@ -120,6 +120,8 @@ class Mlp:
         the caller's stream on that GPU, with no copies and no waits of one stream for another;
         then `out`, `stream` and the result are lists too, the same Y2 on each GPU.
 
+        A GPU whose stream comes to a call 2 s after another one's fails it: `check` says so.
+
         A call may be captured into a CUDA graph, after `warm_up`. Replays need this object open,
         and the caller orders them with other calls of this process, as by one stream for all.
 

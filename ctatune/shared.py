@@ -165,8 +165,8 @@ class Shared:
         return driver.cuCtxSetCurrent, (self._contexts[gpu],)
 
     def _part(self, bound: Bound, gpu: int, stream: int, captured: bool) -> Iterator[_Step]:
-        """The kernel of one GPU. In a graph it begins as any other: nodes that end early are
-        for graphs of one GPU."""
+        """The kernel of one GPU. In a graph it begins after the nodes before it: whether a node may
+        begin early beside edges from other GPUs is not known."""
         args = bound.kernel.launch_args(bound.arguments[gpu], stream, early=not captured)
         yield driver.cuLaunchKernelEx, args
 

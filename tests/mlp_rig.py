@@ -48,6 +48,11 @@ class Rig:
             warnings.simplefilter("ignore")
             self.mlp = ctatune.Mlp(*weights, gpus=2, max_m=MOST)
 
+    def stream(self) -> Any:
+        """Another stream on GPU 0."""
+        self.gpus.use(0)
+        return self.gpus.devices[0].create_stream()
+
     def x_of(self, m: int, gpu: int = 0) -> GpuArray:
         return GpuArray(self.x[gpu], (m, self.k), gpu, None)
 

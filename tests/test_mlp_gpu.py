@@ -57,7 +57,7 @@ def test_calls_in_flight_with_changing_tokens(small, late, everywhere):
 def test_both_ways_and_two_streams_in_turn(small):
     """A call on another stream waits for the one before."""
     tokens = some_tokens(small)
-    other = small.gpus.devices[0].create_stream()
+    other = small.stream()
     for i, m in enumerate(small.rng.choice(tokens, CALLS)):
         small.run(int(m), i % 3 == 0)
         x = GpuArray(small.reference.x, (tokens[i % 12], small.k), 0, None)
@@ -163,7 +163,7 @@ def test_threads_share_an_mlp(small):
 
     threads, streams = [], []
     for i, m in enumerate((tokens[4], tokens[9])):
-        stream = small.gpus.devices[0].create_stream()
+        stream = small.stream()
         x = small.reference.x + 1000 * (i + 1) * small.k * BF16_BYTES
         out = small.arena.alloc(0, m * small.n * BF16_BYTES)
         threads.append(threading.Thread(target=many, args=(int(stream.handle), x, out, m)))
@@ -191,8 +191,8 @@ def test_the_callers_gpu_stays_current(small):
 
 
 def test_a_dead_peer_is_said_by_check(bench, monkeypatch):
-    """GPU 1 is never launched. The last test here: its counters are lost."""
-    monkeypatch.setattr(abi, "POLL_TIMEOUT_NS", 20_000_000)
+    """GPU 1 is never launched."""
+    monkeypatch.setattr(abi, "POLL_TIMEOUT_NS", 500_000_000)  # kernels load meanwhile
     with rigged(bench, SMALL) as rig:
         rig.mlp.warm_up(64)
         part = Shared._part
