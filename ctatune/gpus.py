@@ -201,6 +201,23 @@ class Gpus:
         """Enqueue a copy between any two GPUs by a copy engine."""
         check(driver.cuMemcpyAsync(to, source, nbytes, stream.handle))
 
+    def copy_box(
+        self, gpu: int, to: int, source: int, box: tuple[int, int], pitch: int, *, on_host: bool
+    ) -> None:
+        """Enqueue a copy of `box` (rows, bytes of each) that lie `pitch` bytes apart, on the host
+        or on any GPU, to memory of `gpu`, where they lie one after the other."""
+        what = driver.CUDA_MEMCPY2D()
+        types = driver.CUmemorytype
+        if on_host:
+            what.srcMemoryType, what.srcHost = types.CU_MEMORYTYPE_HOST, source
+        else:
+            what.srcMemoryType, what.srcDevice = types.CU_MEMORYTYPE_UNIFIED, source
+        what.dstMemoryType, what.dstDevice = types.CU_MEMORYTYPE_DEVICE, to
+        what.Height, what.WidthInBytes = box
+        what.srcPitch, what.dstPitch = pitch, box[1]
+        self.use(gpu)
+        check(driver.cuMemcpy2DAsync(what, self.streams[gpu].handle))
+
     @contextmanager
     def arena(self) -> Iterator[Arena]:
         """Memory for the length of a `with` block."""

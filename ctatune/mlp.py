@@ -8,7 +8,8 @@ that count its own calls (the protocol stands in `kernels/mlp.cu`):
    GPUs with a part of `down` have added to its `arrived`. A CTA adds after its last tile, when it
    has loaded all that it will load. And each panel of Y1 was awaited by a GPU with a part of
    `down`, so every tile of `up` had been stored, and its X loaded. Hence: when a call has ended on
-   any one GPU, every GPU has read all of X and Y1 that it reads in this call.
+   any one GPU, every GPU has read all of X and Y1 that it reads in this call. Where Y2 is summed
+   over GPUs, partial sums were awaited too: they were stored, and what they sum was read.
 3. A kernel writes nothing before the one before it on its GPU has ended. So by 2, when the first
    GPU writes Y1 of the next call, nobody reads or writes Y1 of an earlier one, whatever the number
    of tokens and the layout of both.
@@ -18,8 +19,8 @@ that count its own calls (the protocol stands in `kernels/mlp.cu`):
    sequence too, as the kernel's protocol asks; a call of another schedule between two of them only
    makes a GPU later.
 
-This rests on `down` being divided by columns and on `replicated`: another output would need
-`started` flags that count the calls of all schedules.
+This rests on `replicated`: another output would need `started` flags that count the calls of all
+schedules. (tests/test_sequence.py runs the protocol in random order.)
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ pointers that were used last: a caller's allocator gives the same ones again and
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -57,29 +58,31 @@ class Placement:
 
     def place(self, up: View, down: View) -> None:
         """Allocate everything that depends on no number of tokens but the most."""
-        m, k, h, n = (getattr(self._problem, name) for name in "mkhn")
+        m, k, n = (getattr(self._problem, name) for name in "mkn")
         everyone, arena = range(self._problem.gpus), self._arena
         ups, downs = self._plans.division
         self._shared.drain()  # whoever makes the weights is done
-        w_up = tuple(self._part(gpu, up, own) for gpu, own in enumerate(ups))
-        w_down = tuple(self._part(gpu, down, own) for gpu, own in enumerate(downs))
-        y1_bytes = 2 * m * h * BF16_BYTES
+        w_up = tuple(self._part(gpu, up, ups[gpu], Columns(0, k)) for gpu in everyone)
+        w_down = tuple(self._part(g, down, *self._plans.w_down_held(g)) for g in everyone)
+        y1_bytes = 2 * m * self._plans.y1_width * BF16_BYTES
+        reads = [self._plans.sums_over_gpus or own.width > 0 for own in downs]
         self._workspace = Workspace(
-            y1=tuple(arena.alloc(g, y1_bytes) if downs[g].width else 0 for g in everyone),
+            y1=tuple(arena.alloc(g, y1_bytes) if reads[g] else 0 for g in everyone),
             error=tuple(arena.zeros(gpu, ERROR.itemsize) for gpu in everyone),
         )
         x = tuple(arena.zeros(gpu, m * k * BF16_BYTES) for gpu in everyone)
         y2 = tuple(arena.alloc(gpu, m * n * BF16_BYTES) for gpu in everyone)
         self._own = Operands(x=x, w_up=w_up, w_down=w_down, y2=y2)
 
-    def _part(self, gpu: int, whole: View, rows: Columns) -> int:
-        """The rows of a weight that are `gpu`'s, on it; 0 when there are none."""
-        if not rows.width:
+    def _part(self, gpu: int, whole: View, rows: Columns, columns: Columns) -> int:
+        """The rows and columns of a weight that are `gpu`'s, on it; 0 when there are none."""
+        box = rows.width, columns.width * BF16_BYTES
+        if not math.prod(box):
             return 0
         gpus, pitch = self._shared.gpus, whole.shape[1] * BF16_BYTES
-        pointer = self._arena.alloc(gpu, rows.width * pitch)
-        source = whole.pointer + rows.start * pitch
-        gpus.copy(pointer, source, rows.width * pitch, gpus.streams[gpu])
+        pointer = self._arena.alloc(gpu, math.prod(box))
+        source = whole.pointer + rows.start * pitch + columns.start * BF16_BYTES
+        gpus.copy_box(gpu, pointer, source, box, pitch, on_host=whole.gpu is None)
         gpus.wait(gpu)
         return pointer
 

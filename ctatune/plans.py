@@ -1,8 +1,8 @@
 """Which config an `Mlp` runs for a number of tokens, and how that is known.
 
 Weights are placed once and serve every number of tokens, so each config must fit the one division
-of their columns: its tiles must end where the part of a GPU ends (a tile that sticks out would
-write over the columns of the next GPU), and its mix must be that of the division.
+of them: its tiles must end where the part of a GPU ends (a tile that sticks out would write over
+the columns of the next GPU), and its mix and the axis of `down` must be those of the division.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from ctatune.known import stored_rows
 from ctatune.limits import default_split, why_invalid
 from ctatune.problem import Problem
 from ctatune.records import Source
-from ctatune.schedule import Columns, layer_columns, split_columns
+from ctatune.schedule import Columns, layer_columns, split_columns, w_down_held
 from ctatune.space import candidates, default_config
 
 UNIT = 256  # columns: every tile width of the search space but 192 divides it
-
-Division = tuple[tuple[Columns, ...], ...]  # of up and of down, a part for each GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,17 +50,38 @@ class Plans:
         self, problem: Problem, choice: Choice | None, db: Path | None, platform: str | None
     ) -> None:
         self._problem, self._choice, self._db, self._platform = problem, choice, db, platform
-        self._mix, self._split = 1.0, default_split(problem.gpus)
         self._of_bucket: dict[int, list[Plan]] = {}
         self._warned = False
         given = choice.config if choice else None
         if isinstance(given, Config):
-            self._mix, self._split = given.mix, given.stage_split
+            self._way = given.mix, given.stage_split, given.down_axis
             self.division = layer_columns(problem, given)
         else:
             even = [1 / problem.gpus] * problem.gpus
             outputs = (layer.outputs for layer in problem.layers)
             self.division = tuple(split_columns(count, UNIT, even) for count in outputs)
+            axis = default_config(problem).down_axis
+            if not all(own.width for own in self.division[0]):
+                axis = "n"  # a GPU sums over what it computed
+            self._way = 1.0, default_split(problem.gpus), axis
+
+    @property
+    def sums_over_gpus(self) -> bool:
+        """Whether W_down is divided along h, and Y2 summed over GPUs."""
+        return self._way[2] == "h"
+
+    @property
+    def y1_width(self) -> int:
+        """Columns of the memory of Y1 that suffice for every config that fits."""
+        if not self.sums_over_gpus:
+            return self._problem.h
+        ups, downs = self.division
+        partial = max(own.width for own in downs) + UNIT  # in whole tiles
+        return self._problem.h + UNIT + sum(own.width > 0 for own in ups) * partial
+
+    def w_down_held(self, gpu: int) -> tuple[Columns, Columns]:
+        """Rows and columns of W_down that a GPU holds."""
+        return w_down_held(self._problem, self.division, self._way[2], gpu)
 
     def of(self, m: int) -> Plan:
         """The plan for m tokens; warns once, of the first that is not measured.
@@ -93,13 +112,14 @@ class Plans:
                 if self._fits(problem, config):
                     yield replace(moved, config=config)
         for default in chain([default_config(problem)], candidates(problem)):
-            config = replace(default, mix=self._mix, stage_split=self._split)
+            mix, split, axis = self._way
+            config = replace(default, mix=mix, stage_split=split, down_axis=axis)
             if self._fits(problem, config):
                 yield Plan(config=config, source="predicted", note="a default of the search space")
 
     def _fits(self, problem: Problem, config: Config) -> bool:
         """Whether a config can run on weights that are divided as they are."""
-        if (config.mix, config.stage_split) != (self._mix, self._split):
+        if (config.mix, config.stage_split, config.down_axis) != self._way:
             return False
         for own, layer, tile in zip(self.division, problem.layers, config.tiles, strict=True):
             if any(part.stop % tile.n and part.stop != layer.outputs for part in own):

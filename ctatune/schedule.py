@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ctatune.config import Config, Tile
+from ctatune.config import Config, DownAxis, Tile
 from ctatune.problem import Problem
 
 UP, DOWN = 0, 1
@@ -29,6 +29,9 @@ class Columns(NamedTuple):
     @property
     def width(self) -> int:
         return self.stop - self.start
+
+
+Division = tuple[tuple[Columns, ...], ...]  # of up and of down: the columns of each GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,7 +52,7 @@ class Schedule:
 
     problem: Problem
     config: Config
-    columns: tuple[tuple[Columns, ...], tuple[Columns, ...]]
+    columns: Division
     tiles: tuple[NDArray[np.int32], ...]
     y1_gpus: tuple[int, ...]
     y2_gpus: tuple[tuple[int, ...], ...]
@@ -83,9 +86,7 @@ class Schedule:
 
     def w_down_held(self, gpu: int) -> tuple[Columns, Columns]:
         """Rows and columns of W_down that a GPU holds."""
-        if not self.reduces:
-            return self.columns[DOWN][gpu], Columns(0, self.problem.h)
-        return Columns(0, self.problem.n), self.columns[UP][gpu]
+        return w_down_held(self.problem, self.columns, self.config.down_axis, gpu)
 
     def tile_of(self, layer: int) -> Tile:
         """The tile of a layer."""
@@ -169,13 +170,22 @@ def split_columns(count: int, tile_n: int, parts: list[float]) -> tuple[Columns,
     )
 
 
-def layer_columns(problem: Problem, config: Config) -> tuple[tuple[Columns, ...], ...]:
+def layer_columns(problem: Problem, config: Config) -> Division:
     """The columns of each layer that each GPU computes."""
     layers = zip(problem.layers, config.tiles, strict=True)
     return tuple(
         split_columns(layer.outputs, tile.n, shares(stage, config, problem.gpus))
         for stage, (layer, tile) in enumerate(layers)
     )
+
+
+def w_down_held(
+    problem: Problem, columns: Division, axis: DownAxis, gpu: int
+) -> tuple[Columns, Columns]:
+    """Rows and columns of W_down that a GPU holds, by the axis along which `down` is divided."""
+    if axis == "n":
+        return columns[DOWN][gpu], Columns(0, problem.h)
+    return Columns(0, problem.n), columns[UP][gpu]
 
 
 def _peers(gpu: int, gpus: int) -> list[int]:
@@ -224,9 +234,7 @@ def slots(tiles: NDArray[np.int32], config: Config) -> NDArray[np.int32]:
     return np.concatenate(rows).astype(np.int32)
 
 
-def build(
-    problem: Problem, config: Config, columns: tuple[tuple[Columns, ...], ...] | None = None
-) -> Schedule:
+def build(problem: Problem, config: Config, columns: Division | None = None) -> Schedule:
     """The schedule of a valid config (`limits.why_invalid` is None) for a problem.
 
     `columns` of both layers replace those of the config, where weights lie divided already: all

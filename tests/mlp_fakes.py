@@ -91,8 +91,10 @@ class FakeGpus:
     def function(self, name: str) -> str:
         return name
 
-    def copy(self, to: int, source: int, nbytes: int, stream: Any) -> None:
-        self.log.append(("copy", to, source, nbytes, stream.handle))
+    def copy_box(
+        self, gpu: int, _to: int, source: int, box: tuple[int, int], pitch: int, *, on_host: bool
+    ) -> None:
+        self.log.append(("copy", source, *box, pitch, gpu, on_host))
 
     def download(self, _gpu: int, _pointer: int, _shape: Any, dtype: Any) -> Any:
         return np.array((self.error, 0, 8, 7), dtype)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from mlp_fakes import (
+    NO_DB,
     OUT,
     W_DOWN,
     W_UP,
@@ -26,21 +28,36 @@ from mlp_fakes import (
     x_of,
 )
 
+import ctatune
 from ctatune import arrays, placement, shared
+from ctatune.config import Config, Tile
 from ctatune.errors import DeviceError, PipelineTimeoutError, UsageError
 
+SQUARE = Tile(m=128, n=128)
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 def test_each_gpu_gets_its_rows_of_the_weights(machine):
     made()
-    copies = [entry[2:] for entry in machine.log if entry[0] == "copy"]
+    copies = [entry[1:] for entry in machine.log if entry[0] == "copy"]
     up, down = W_UP.ctypes.data, W_DOWN.ctypes.data
     assert copies == [
-        (up, 512 * K * 2, 100),
-        (up + 512 * K * 2, 256 * K * 2, 101),
-        (down, 256 * H * 2, 100),
-        (down + 256 * H * 2, 256 * H * 2, 101),
+        (up, 512, K * 2, K * 2, 0, True),
+        (up + 512 * K * 2, 256, K * 2, K * 2, 1, True),
+        (down, 256, H * 2, H * 2, 0, True),
+        (down + 256 * H * 2, 256, H * 2, H * 2, 1, True),
+    ]
+
+
+def test_each_gpu_gets_its_columns_of_w_down_where_y2_is_summed_over_gpus(machine):
+    answer = ctatune.best(f"64x{K}x{H}x{N}", gpus=2, db=NO_DB)
+    config = Config(up=SQUARE, down=SQUARE, stages=4, d_slabs=2, mix=1.0, down_axis="h")
+    made(choice=replace(answer, config=config))
+    down = W_DOWN.ctypes.data
+    copies = [entry[1:] for entry in machine.log if entry[0] == "copy"]
+    assert copies[2:] == [
+        (down, N, 384 * 2, H * 2, 0, True),
+        (down + 384 * 2, N, 384 * 2, H * 2, 1, True),
     ]
 
 

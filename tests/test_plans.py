@@ -144,10 +144,18 @@ def test_sizes_that_cannot_run_say_why():
 @pytest.mark.usefixtures("nothing_known")
 @pytest.mark.parametrize("gpus", [1, 2, 3, 4])
 @pytest.mark.parametrize("m", [1, 40, 130, 300])
-def test_schedules_of_a_division_compute_y2(gpus, m):
+@pytest.mark.parametrize("axis", ["n", "h"])
+def test_schedules_of_a_division_compute_y2(monkeypatch, gpus, m, axis):
     """Also where a GPU has no part at all: 768 columns in multiples of 256 over 4 GPUs."""
     problem = Problem(m=m, k=128, h=768, n=520, gpus=gpus)
+    default = plans.default_config(problem)
+    monkeypatch.setattr(plans, "default_config", lambda _: replace(default, down_axis=axis))
     found = plans_of(problem)
+    if axis == "h" and gpus == 1:
+        with pytest.raises(UsageError, match="down_axis h needs"):
+            quiet(found, m)
+        return
+    assert quiet(found, m).config.down_axis == ("n" if gpus == 4 else axis)
     schedule = build(problem, quiet(found, m).config, found.division)
     inputs, expected = numpy_case(m, 128, 768, 520)
     for output in reference.execute(schedule, *inputs, ctas=8):

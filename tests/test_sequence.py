@@ -20,14 +20,22 @@ class FaultError(Exception):
 class Model:
     """GPUs that run `calls` (names of schedules) in order. `up` and `down` have parts of a layer.
 
-    `kernel` and `cta` follow kernels/mlp.cu; a condition that is yielded is awaited.
+    `cta` follows kernels/mlp.cu; a condition that is yielded is awaited. With `reduces`, a GPU
+    keeps its Y1 and stores partial sums into that of each other one in `down`.
     """
 
     def __init__(
-        self, calls: list[str], gpus: int, up: set[int], down: set[int], *, replicated: bool
+        self,
+        calls: list[str],
+        gpus: int,
+        up: set[int],
+        down: set[int],
+        *,
+        replicated: bool = True,
+        reduces: bool = False,
     ) -> None:
         self.calls, self.gpus, self.up, self.down = calls, range(gpus), up, down
-        self.replicated = replicated
+        self.replicated, self.reduces = replicated, reduces
         self.flags: Counter[tuple[object, ...]] = Counter()
         self.ended = [0] * gpus  # calls
         self.read: Counter[tuple[int, int]] = Counter()  # (call, GPU): tiles of down that are read
@@ -43,9 +51,17 @@ class Model:
     def senders(self, gpu: int) -> int:
         return sum(gpu in self.receivers(g) for g in self.gpus if g != gpu)
 
+    def y1_senders(self, gpu: int) -> int:
+        """GPUs that store into the Y1 of a GPU."""
+        if self.reduces and gpu not in self.down:
+            return 1
+        return len(self.up)
+
     def store_y1(self, call: int, to: int) -> None:
         for before in range(call):
-            if self.read[before, to] != CTAS or self.stored[before, to] != CTAS * len(self.up):
+            if self.read[before, to] != CTAS or self.stored[before, to] != CTAS * self.y1_senders(
+                to
+            ):
                 raise FaultError(f"call {call} writes Y1 of GPU {to} which call {before} uses")
         self.stored[call, to] += 1
 
@@ -56,26 +72,47 @@ class Model:
             )
         self.y2[call, to] += 1
 
+    def epoch(self, call: int) -> int:
+        """Calls of the same schedule before this one."""
+        return self.calls[:call].count(self.calls[call])
+
+    def send(self, call: int, flag: str, to: int) -> Step:
+        """Store into the Y1 of a GPU, and tell it."""
+        name, epoch = self.calls[call], self.epoch(call)
+        yield lambda: self.flags[name, "started", to] >= epoch
+        self.store_y1(call, to)
+        yield lambda: True
+        self.flags[name, flag, to, epoch % 2] += 1
+
+    def here(self, call: int, flag: str, gpu: int, senders: int) -> Callable[[], bool]:
+        name, epoch = self.calls[call], self.epoch(call)
+        target = (epoch // 2 + 1) * CTAS * senders
+        return lambda: self.flags[name, flag, gpu, epoch % 2] >= target
+
+    def y1(self, gpu: int, call: int) -> Step:
+        """What a CTA stores into Y1."""
+        for to in sorted({gpu} if self.reduces else self.down) if gpu in self.up else ():
+            yield from self.send(call, "panel", to)
+        if self.reduces:
+            yield self.here(call, "panel", gpu, 1)
+            self.read[call, gpu] += gpu not in self.down  # it sums for others alone
+            for to in sorted(self.down - {gpu}):
+                yield from self.send(call, "partial", to)
+
     def cta(self, gpu: int, cta: int, call: int) -> Step:
-        flags, name = self.flags, self.calls[call]
-        epoch = self.calls[:call].count(name)
+        flags, name, epoch = self.flags, self.calls[call], self.epoch(call)
         if cta == 0:
             flags[name, "started", gpu] += 1
-        for to in sorted(self.down) if gpu in self.up else ():
-            yield lambda to=to: flags[name, "started", to] >= epoch
-            self.store_y1(call, to)
-            yield lambda: True
-            flags[name, "panel", to, epoch % 2] += 1
-        peers = self.receivers(gpu) - {gpu}
+        yield from self.y1(gpu, call)
         if gpu in self.down:
-            target = (epoch // 2 + 1) * CTAS * len(self.up)
-            yield lambda: flags[name, "panel", gpu, epoch % 2] >= target
+            awaited = "partial" if self.reduces else "panel"
+            yield self.here(call, awaited, gpu, len(self.up) - self.reduces)
             yield lambda: True
             self.read[call, gpu] += 1
             for to in sorted(self.receivers(gpu)):
                 yield lambda to=to: flags[name, "started", to] >= epoch + 1
                 self.store_y2(call, to)
-        for to in sorted(peers):
+        for to in sorted(self.receivers(gpu) - {gpu}):
             flags[name, "arrived", to] += 1
         if cta == 0 and (arrivals := CTAS * self.senders(gpu)):
             yield lambda: flags[name, "arrived", gpu] >= (epoch + 1) * arrivals
@@ -85,7 +122,8 @@ class Model:
         sent = CTAS * sum(gpu in self.receivers(g) for g in self.gpus)
         if self.y2[call, gpu] != sent:
             raise FaultError(f"call {call} ends on GPU {gpu} before its Y2 is there")
-        if self.replicated and any(self.read[call, g] != CTAS for g in self.down):
+        readers = self.gpus if self.reduces else self.down
+        if self.replicated and any(self.read[call, g] != CTAS for g in readers):
             raise FaultError(f"call {call} ends on GPU {gpu} before Y1 is read everywhere")
 
     def run(self, rng: np.random.Generator) -> None:
@@ -119,12 +157,18 @@ DIVISIONS = {
 }
 
 
-@pytest.mark.parametrize("name", DIVISIONS)
-def test_schedules_with_their_own_flags_may_share_y1(name):
+@pytest.mark.parametrize(
+    ("name", "reduces"),
+    [
+        *((name, False) for name in DIVISIONS),
+        *((name, True) for name in DIVISIONS if name != "pipeline"),
+    ],
+)
+def test_schedules_with_their_own_flags_may_share_y1(name, reduces):
     rng = np.random.default_rng(5)
     for _ in range(40):
         calls = [str(c) for c in rng.choice(["a", "b", "c"], 8)]
-        Model(calls, *DIVISIONS[name], replicated=True).run(rng)
+        Model(calls, *DIVISIONS[name], reduces=reduces).run(rng)
 
 
 def test_they_may_not_where_y2_is_not_everywhere():
