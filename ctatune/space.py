@@ -77,6 +77,7 @@ FAMILIES = (
     Family(128, 192, 3, multicast=True, down_n=128),
     Family(128, 256, 4, multicast=True, down_n=128),
 )
+WIDEST = max(max(family.n, family.down_n) for family in FAMILIES)
 GROUPS = (1, 2, 4, 8, 16)
 MIXES = (1.0, 0.75, 0.5, 0.25, 0.0)
 PARTS = (2, 4, 8, 16)  # micro-batches of a call; more overfill the queue of a stream (timing.py)
@@ -89,7 +90,16 @@ PACES_US = (0.0, 4.0, 8.0, 12.0)
 
 
 def default_config(problem: Problem) -> Config:
-    """What to run when nothing is known: tensor parallel by columns, the tile by tokens."""
+    """What to run when nothing is known: tensor parallel, the tile by tokens. `down` is divided by
+    its columns or, where Y1 is much larger than Y2, by its sums."""
+    wide = problem.h >= max(2 * problem.n, problem.gpus * WIDEST)
+    if wide and problem.gpus > 1:
+        return replace(_default_tiles(problem, 128), down_axis="h")
+    return _default_tiles(problem, 256)
+
+
+def _default_tiles(problem: Problem, single_m: int) -> Config:
+    """The default by columns; up to `single_m` tokens CTAs load weights each for itself."""
     m, split, pairs = problem.m, default_split(problem.gpus), _in_pairs(problem)
     if m <= 128:
         rows = next(rows for rows in (16, 32, 64, 128) if m <= rows)
@@ -101,7 +111,7 @@ def default_config(problem: Problem) -> Config:
         return family.config(stage_split=split)
     pace_us = (8.0 if m >= 1024 else 4.0) if problem.gpus > 1 else 0.0
     if m <= 512:
-        shared = pairs and m > 256
+        shared = pairs and m > single_m
         family = Family(128, 128, 2, multicast=shared, split_k=1 if shared else 2)
         return family.config(up_group=2, down_group=2, stage_split=split, pace_us=pace_us)
     group = 2 if m <= 1024 else 16
@@ -113,7 +123,7 @@ def default_pipeline(problem: Problem) -> Config:
     """The pure pipeline of two GPUs or more to run when nothing is known: small panels."""
     m, pairs = problem.m, _in_pairs(problem)
     if m <= 256:
-        return replace(default_config(problem), mix=0.0)
+        return replace(_default_tiles(problem, 256), mix=0.0)
     n, slabs = (128, 2) if m <= 2048 else (256, 4)
     family = Family(128, n, slabs, multicast=pairs)
     group = 2 if m <= 4096 else 4
