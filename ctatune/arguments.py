@@ -6,7 +6,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from ctatune.arrays import View, current_stream, view
+from ctatune.arrays import Place, View, current_stream, where
 from ctatune.choice import Choice
 from ctatune.errors import UsageError
 from ctatune.limits import ALIGNMENT_BYTES, why_invalid
@@ -34,7 +34,8 @@ def problem_of(
         raise UsageError(f"max_m must be at least {least}, the tokens of the choice, got {most}")
     for name, weight in (("w_up", up), ("w_down", down)):
         if weight.gpu is not None and weight.gpu >= gpus:
-            raise UsageError(f"{name} must lie on the host or one of {gpus} GPUs: {weight.where}")
+            place = where(weight.gpu)
+            raise UsageError(f"{name} must lie on the host or one of {gpus} GPUs: {place}")
     problem = Problem(m=most, k=k, h=h, n=n, gpus=gpus)
     if reason := why_invalid(default_config(problem), problem):
         raise UsageError(f"our kernel cannot run {problem.shape}: {reason}")
@@ -78,23 +79,23 @@ def require_each(name: str, items: Sequence[Any], gpus: int) -> None:
         raise UsageError(f"{name} needs one item for each of {gpus} GPUs, got {len(items)}")
 
 
-def checked(
-    arrays: Sequence[Any], name: str, width: int, streams: Sequence[int], rows: int | None = None
-) -> list[View]:
-    """Arrays on GPUs 0, 1, ... of `rows` (None: as many as the first one has) x `width`."""
-    found = []
-    for gpu, array in enumerate(arrays):
-        one = view(array, name, streams[gpu])
-        if one.gpu != gpu:
-            raise UsageError(f"{name} must lie on GPU {gpu}, it lies on {one.where}")
-        if len(one.shape) != 2 or one.shape[1] != width or rows not in (None, one.shape[0]):
-            rule = f"{'m' if rows is None else rows} x {width}"
-            raise UsageError(f"{name} must be {rule}, got {_sizes(one.shape)}")
-        if one.pointer % ALIGNMENT_BYTES:
-            raise UsageError(f"{name} must begin at a multiple of {ALIGNMENT_BYTES} bytes (TMA)")
-        rows = one.shape[0]
-        found.append(one)
-    return found
+def tokens_of(x: Sequence[Place], out: Sequence[Place], problem: Problem) -> int:
+    """How many tokens a call has whose X and Y2 lie there, on GPUs 0, 1, ... ."""
+    m = None
+    for name, places, width in (("x", x, problem.k), ("out", out, problem.n)):
+        for gpu, (pointer, shape, lies_on) in enumerate(places):
+            if lies_on != gpu:
+                raise UsageError(f"{name} must lie on GPU {gpu}, it lies on {where(lies_on)}")
+            if len(shape) != 2 or shape[1] != width or m not in (None, shape[0]):
+                rule = f"{'m' if m is None else m} x {width}"
+                raise UsageError(f"{name} must be {rule}, got {_sizes(shape)}")
+            if pointer % ALIGNMENT_BYTES:
+                raise UsageError(
+                    f"{name} must begin at a multiple of {ALIGNMENT_BYTES} bytes (TMA)"
+                )
+            m = tokens(shape[0], problem)
+    assert m is not None
+    return m
 
 
 def _sizes(shape: Sequence[int]) -> str:

@@ -22,6 +22,9 @@ _UINT, _BFLOAT = 1, 4  # DLDataTypeCode
 _NAME = b"dltensor"
 
 
+Place = tuple[int, tuple[int, ...], "int | None"]  # pointer, shape, GPU: None is the host
+
+
 class View(NamedTuple):
     """A dense array in memory. `gpu` is None on the host; `owner` keeps the memory alive."""
 
@@ -30,9 +33,10 @@ class View(NamedTuple):
     gpu: int | None
     owner: Any
 
-    @property
-    def where(self) -> str:
-        return "the host" if self.gpu is None else f"GPU {self.gpu}"
+
+def where(gpu: int | None) -> str:
+    """The place of an array in words."""
+    return "the host" if gpu is None else f"GPU {gpu}"
 
 
 def view(array: Any, name: str, stream: int = LEGACY_STREAM) -> View:

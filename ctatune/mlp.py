@@ -30,7 +30,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ctatune.arguments import checked, problem_of, require_each, streams_of, tokens
+from ctatune.arguments import problem_of, require_each, streams_of, tokens
 from ctatune.arrays import view
 from ctatune.choice import Choice
 from ctatune.errors import DeviceError, PipelineTimeoutError, UsageError
@@ -142,18 +142,16 @@ class Mlp:
     ) -> Sequence[Any]:
         if self._failed:
             raise DeviceError(f"{self._failed}: make a new Mlp, this one lost count")
-        sources = checked(x, "x", self.problem.k, streams)
-        m = tokens(sources[0].shape[0], self.problem)
-        targets = checked(out, "out", self.problem.n, streams, m)
+        at = tuple([view(array, "x", streams[gpu])[:3] for gpu, array in enumerate(x)])
+        to = tuple([view(array, "out", streams[gpu])[:3] for gpu, array in enumerate(out)])
         captured = self._shared.capturing(streams)
-        ready = self._placement.ready(m, captured)
-        bound = self._placement.bound(ready, sources, targets)
+        call = self._placement.call((captured, everywhere, tuple(streams), at, to))
         try:
-            self._shared.enqueue(bound, streams, everywhere=everywhere, captured=captured)
+            self._shared.enqueue(call.listed)
         except DeviceError as error:  # some GPUs may have begun without the others
             self._failed = "" if captured else str(error)
             raise
-        return out or ready.y[: len(x)]
+        return out or call.y
 
     @_exclusive
     def warm_up(self, *numbers: int) -> None:
@@ -161,12 +159,10 @@ class Mlp:
 
         Raises: UsageError when no config can run; CompileError; PipelineTimeoutError.
         """
-        streams = [int(self._shared.gpus.streams[0].handle)]
+        streams = (int(self._shared.gpus.streams[0].handle),)
         for m in numbers:
-            ready = self._placement.ready(tokens(m, self.problem), False)
-            x = self._placement.own_x(m)
-            bound = self._placement.bound(ready, [x], [])
-            self._shared.enqueue(bound, streams, everywhere=False, captured=False)
+            x = self._placement.own_x(tokens(m, self.problem))
+            self._shared.enqueue(self._placement.call((False, False, streams, (x,), ())).listed)
         self.check()
 
     @_exclusive

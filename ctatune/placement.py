@@ -2,7 +2,7 @@
 
 The kernel takes pointers of X and Y2 inside tensor maps in its parameter block, and the number of
 tokens too. So a schedule for each number of tokens is kept, and for each the blocks of the
-pointers that were used last: a caller's allocator gives the same ones again and again.
+calls that were made last: a caller's allocator gives the same pointers again and again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import numpy as np
 
 from ctatune import abi, launch
 from ctatune.abi import ERROR, Argument
-from ctatune.arrays import GpuArray, View
+from ctatune.arguments import tokens_of
+from ctatune.arrays import GpuArray, Place, View
 from ctatune.errors import UsageError
 from ctatune.gpus import Arena
 from ctatune.kernel import Kernel
@@ -27,21 +28,30 @@ from ctatune.limits import ALIGNMENT_BYTES
 from ctatune.plans import Plans
 from ctatune.problem import BF16_BYTES, Problem
 from ctatune.schedule import Columns, build
-from ctatune.shared import Bound, Shared
+from ctatune.shared import Bound, Listed, Shared
 
 SCHEDULES = 256  # numbers of tokens that stay ready: flags and a list of tiles each
-POINTERS = 16  # places of X and Y2 that stay ready, for each number of tokens
+CALLS = 4096  # that stay ready: they differ in their places of X and Y2, or in their streams
+
+# Whether it is captured, whether X lies on every GPU, streams, places of X, places of Y2.
+Key = tuple[bool, bool, tuple[int, ...], tuple[Place, ...], tuple[Place, ...]]
 
 
 class Ready(NamedTuple):
-    """A schedule on the GPUs for one number of tokens, and its calls by their pointers."""
+    """A schedule on the GPUs for one number of tokens."""
 
-    m: int
     placed: launch.Mlp
     kernel: Kernel
     arena: Arena
-    bound: OrderedDict[tuple[int, ...], Bound]
     y: tuple[GpuArray, ...]  # Y2 on each GPU where the caller gives no room
+
+
+class Call(NamedTuple):
+    """What a call enqueues, and its Y2."""
+
+    listed: Listed
+    y: tuple[GpuArray, ...]
+    m: int
 
 
 class Placement:
@@ -54,6 +64,7 @@ class Placement:
         self._shared, self._problem, self._plans = shared, problem, plans
         self._arena = Arena(shared.gpus)
         self._ready: OrderedDict[int, Ready] = OrderedDict()
+        self._calls: OrderedDict[Key, Call] = OrderedDict()
         self._in_graphs: set[int] = set()  # tokens whose flags and tiles must stay
 
     def place(self, up: View, down: View) -> None:
@@ -86,11 +97,34 @@ class Placement:
         gpus.wait(gpu)
         return pointer
 
-    def own_x(self, m: int) -> View:
+    def own_x(self, m: int) -> Place:
         """X of m tokens in our own memory on GPU 0: zeros."""
-        return View(self._own.x[0], (m, self._problem.k), 0, self)
+        return self._own.x[0], (m, self._problem.k), 0
 
-    def ready(self, m: int, captured: bool) -> Ready:
+    def call(self, key: Key) -> Call:
+        """What a call enqueues: the same as the last time, or made ready now.
+
+        Raises: UsageError when it cannot be made.
+        """
+        call = self._calls.get(key)
+        if call is None:
+            call = self._calls[key] = self._new(key)
+            if len(self._calls) > CALLS:
+                self._calls.popitem(last=False)
+        else:
+            self._calls.move_to_end(key)
+        self._ready.move_to_end(call.m)
+        return call
+
+    def _new(self, key: Key) -> Call:
+        captured, everywhere, streams, x, y = key
+        m = tokens_of(x, y, self._problem)
+        ready = self._ready_for(m, captured)
+        bound = self._bind(ready, m, [place[0] for place in x], [place[0] for place in y])
+        listed = self._shared.listed(bound, streams, everywhere=everywhere, captured=captured)
+        return Call(listed, ready.y[: len(x)], m)
+
+    def _ready_for(self, m: int, captured: bool) -> Ready:
         """The schedule of m tokens: kept, or built now; while captured it must be there."""
         ready = self._ready.get(m)
         if ready is None:
@@ -100,7 +134,6 @@ class Placement:
             ready = self._ready[m] = self._build(m)
         if captured:
             self._in_graphs.add(m)
-        self._ready.move_to_end(m)
         return ready
 
     def _evict(self) -> None:
@@ -110,6 +143,8 @@ class Placement:
             self._shared.drain()
             for m in idle[: max(1, SCHEDULES // 8)]:
                 self._ready.pop(m).arena.close()
+            for key in [key for key, call in self._calls.items() if call.m not in self._ready]:
+                del self._calls[key]
 
     def _build(self, m: int) -> Ready:
         problem, config = replace(self._problem, m=m), self._plans.of(m).config
@@ -124,29 +159,20 @@ class Placement:
             workspace=self._workspace,
         )
         y = tuple(GpuArray(p, (m, problem.n), g, self) for g, p in enumerate(self._own.y2))
-        return Ready(m, placed, kernel, arena, OrderedDict(), y)
+        return Ready(placed, kernel, arena, y)
 
-    def bound(self, ready: Ready, x: Sequence[View], y: Sequence[View]) -> Bound:
+    def _bind(self, ready: Ready, m: int, x: Sequence[int], y: Sequence[int]) -> Bound:
         """A call with X and Y2 at these places, on the first GPUs, and at our own on the others."""
-        key = (len(x), *(source.pointer for source in x), *(target.pointer for target in y))
-        bound = ready.bound.get(key)
-        if bound is None:
-            bound = ready.bound[key] = self._bind(ready, key[1 : 1 + len(x)], key[1 + len(x) :])
-            if len(ready.bound) > POINTERS:
-                ready.bound.popitem(last=False)
-        return bound
-
-    def _bind(self, ready: Ready, x: tuple[int, ...], y: tuple[int, ...]) -> Bound:
-        x, y = x + self._own.x[len(x) :], y + self._own.y2[len(y) :]
-        x_bytes = ready.m * self._problem.k * BF16_BYTES
-        y_bytes = ready.m * self._problem.n * BF16_BYTES
+        x, y = (*x, *self._own.x[len(x) :]), (*y, *self._own.y2[len(y) :])
+        x_bytes = m * self._problem.k * BF16_BYTES
+        y_bytes = m * self._problem.n * BF16_BYTES
         spans = sorted([(p, p + x_bytes) for p in x] + [(p, p + y_bytes) for p in y])
         if any(begin < end for (_, end), (begin, _) in pairwise(spans)):
             # A GPU may store Y2 while another one still reads X.
             raise UsageError("x and out must not overlap, nor may x be the y of the same Mlp")
         words = x_bytes // ALIGNMENT_BYTES
         pulls = [Argument(np.array([to, x[0], words], np.uint64)) for to in x]
-        return Bound(ready.kernel, ready.placed.moved(x, y), pulls, {})
+        return Bound(ready.kernel, ready.placed.moved(x, y), pulls)
 
     def raise_poll_error(self) -> None:
         """Raise PipelineTimeoutError if a poll of any finished call ran out of time."""
@@ -159,4 +185,5 @@ class Placement:
         for ready in self._ready.values():
             ready.arena.close()
         self._ready.clear()
+        self._calls.clear()
         self._arena.close()

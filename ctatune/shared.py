@@ -30,7 +30,6 @@ from ctatune.gpus import Gpus, check
 from ctatune.kernel import Kernel
 from ctatune.telemetry import gpu_count
 
-STREAMS = 8  # of the caller, for which the steps of a call stay listed
 _PULL_THREADS = 512
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
 _ACTIVE = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
@@ -41,12 +40,19 @@ _Step = tuple[Callable[..., Any], tuple[Any, ...]]  # a call of the driver
 
 class Bound(NamedTuple):
     """A call with its pointers: the kernel, what it takes on each GPU, and (not for GPU 0) what
-    the kernel takes that fetches X from GPU 0. `steps` are what it enqueues, by its streams."""
+    the kernel takes that fetches X from GPU 0."""
 
     kernel: Kernel
     arguments: Sequence[Argument]
     pulls: Sequence[Argument]
-    steps: dict[tuple[int, ...], list[_Step]]
+
+
+class Listed(NamedTuple):
+    """What a call enqueues. `streams` of each GPU keep the order of calls; None in a capture."""
+
+    steps: list[_Step]
+    streams: list[int] | None
+    bound: Bound  # its memory is read when the steps are taken
 
 
 class _Lanes:
@@ -98,68 +104,67 @@ class Shared:
 
         Raises: UsageError when only some are.
         """
-        found = [s != 0 and check(driver.cuStreamIsCapturing(s)) == _ACTIVE for s in streams]
-        if any(found) and not all(found):
+        found = [s != 0 and check(driver.cuStreamIsCapturing(s)) is _ACTIVE for s in streams]
+        if found.count(found[0]) != len(found):
             raise UsageError("the streams of all GPUs must take part in a capture, or none")
         return found[0]
 
-    def enqueue(
+    def listed(
         self, bound: Bound, streams: Sequence[int], *, everywhere: bool, captured: bool
-    ) -> None:
-        """Enqueue a call: each GPU's part on its stream, or (X lies on GPU 0 alone) all of it as
-        one piece of work on a stream of GPU 0.
+    ) -> Listed:
+        """A call with each GPU's part on its stream, or (X lies on GPU 0 alone) all of it as one
+        piece of work on a stream of GPU 0."""
+        steps = (self._each if everywhere else self._spread)(bound, streams, captured)
+        taken = [*streams, *self._eager.streams[len(streams) :]]
+        return Listed(list(steps), None if captured else taken, bound)
 
-        The driver's calls are always the same ones: they are listed once.
-        """
-        if not captured:
-            self._follow(streams if everywhere else [streams[0], *self._eager.streams[1:]])
-        key = (everywhere, captured, *streams)
-        steps = bound.steps.get(key)
-        if steps is None:
-            if len(bound.steps) == STREAMS:
-                bound.steps.clear()
-            make = self._each if everywhere else self._spread
-            steps = bound.steps[key] = list(make(bound, streams, captured))
-        for call, args in steps:
-            if (status := call(*args)[0]) is not _SUCCESS:
+    def enqueue(self, call: Listed) -> None:
+        """Enqueue a call after the one before."""
+        if call.streams not in (None, self._last):
+            self._follow(call.streams)
+        for step, args in call.steps:
+            if (status := step(*args)[0]) is not _SUCCESS:
                 check((status,))
 
-    def _follow(self, streams: Sequence[int]) -> None:
+    def _follow(self, streams: list[int]) -> None:
         """Begin after the call before, where the stream itself does not see to it."""
-        if streams == self._last:
-            return
-        for gpu, stream in enumerate(streams):
-            if self._last[gpu] not in (None, stream):
-                self.gpus.use(gpu)
-                check(driver.cuStreamWaitEvent(stream, self._eager.ended[gpu], 0))
-        self._last = list(streams)
+        for gpu, (last, stream) in enumerate(zip(self._last, streams, strict=True)):
+            if last in (None, stream):
+                continue
+            self.gpus.use(gpu)
+            if last == self._eager.streams[gpu]:  # those of callers are told each time: they go
+                check(driver.cuEventRecord(self._eager.ended[gpu], last))
+            check(driver.cuStreamWaitEvent(stream, self._eager.ended[gpu], 0))
+        self._last = streams
 
     def _spread(self, bound: Bound, streams: Sequence[int], captured: bool) -> Iterator[_Step]:
+        """When the kernel of GPU 0 has ended, every GPU has read all that it reads (mlp.py): the
+        stream of GPU 0 waits for no other one, but a capture has to end where it began."""
         lanes, others = self._captured if captured else self._eager, range(1, len(self.gpus))
         (stream,) = streams
-        yield self._use(0)
         if others:
-            yield driver.cuEventRecord, (lanes.begun, stream)
+            yield driver.cuEventRecord, (lanes.begun, _stream(stream))
         for gpu in others:
             here, words = lanes.streams[gpu], bound.pulls[gpu]
             yield self._use(gpu)
-            yield driver.cuStreamWaitEvent, (here, lanes.begun, 0)
+            yield driver.cuStreamWaitEvent, (_stream(here), lanes.begun, 0)
             yield driver.cuLaunchKernelEx, (self._pull_on(here), self._pull, words.address, 0)
             yield from self._part(bound, gpu, here, captured)
-            yield driver.cuEventRecord, (lanes.ended[gpu], here)
+            if captured:
+                yield driver.cuEventRecord, (lanes.ended[gpu], _stream(here))
         yield self._use(0)
         yield from self._part(bound, 0, stream, captured)
-        for gpu in others:
-            yield driver.cuStreamWaitEvent, (stream, lanes.ended[gpu], 0)
+        for gpu in others if captured else ():
+            yield driver.cuStreamWaitEvent, (_stream(stream), lanes.ended[gpu], 0)
         if not captured:
-            yield driver.cuEventRecord, (lanes.ended[0], stream)
+            yield driver.cuEventRecord, (lanes.ended[0], _stream(stream))
 
     def _each(self, bound: Bound, streams: Sequence[int], captured: bool) -> Iterator[_Step]:
         for gpu, stream in enumerate(streams):
             yield self._use(gpu)
             yield from self._part(bound, gpu, stream, captured)
             if not captured:
-                yield driver.cuEventRecord, (self._eager.ended[gpu], stream)
+                yield driver.cuEventRecord, (self._eager.ended[gpu], _stream(stream))
 
     def _use(self, gpu: int) -> _Step:
         return driver.cuCtxSetCurrent, (self._contexts[gpu],)
@@ -190,6 +195,11 @@ class Shared:
         for gpu in range(len(self.gpus)):
             self.gpus.use(gpu)
             check(driver.cuCtxSynchronize())
+
+
+def _stream(handle: int) -> Any:
+    """A stream as the driver takes it at once: a number is converted in each call."""
+    return driver.CUstream(handle)
 
 
 def _event(gpus: Gpus, gpu: int) -> Any:

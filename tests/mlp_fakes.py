@@ -158,9 +158,9 @@ def enqueued(log: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         if name == "cuLaunchKernelEx":
             found.append((args[1], int(args[0].hStream)))
         elif name == "cuEventRecord":
-            found.append((f"record {args[0]}", args[1]))
+            found.append((f"record {args[0]}", int(args[1])))
         elif name == "cuStreamWaitEvent":
-            found.append((f"wait {args[1]}", args[0]))
+            found.append((f"wait {args[1]}", int(args[0])))
     return found
 
 

@@ -12,7 +12,7 @@ import pytest
 from mlp_fakes import OnGpu
 
 from ctatune import arrays
-from ctatune.arrays import GpuArray, current_stream, view
+from ctatune.arrays import GpuArray, current_stream, view, where
 from ctatune.errors import UsageError
 
 BITS = np.arange(12, dtype=np.uint16).reshape(3, 4)
@@ -31,7 +31,7 @@ class Exported:
 def test_bits_of_numpy_are_taken_as_they_lie():
     found = view(BITS, "x")
     assert found[:3] == (BITS.ctypes.data, (3, 4), None)
-    assert found.where == "the host"
+    assert where(found.gpu) == "the host"
 
 
 def test_a_capsule_is_read_and_is_not_used_up():

@@ -64,15 +64,13 @@ def test_each_gpu_gets_its_columns_of_w_down_where_y2_is_summed_over_gpus(machin
 def test_x_on_one_gpu_is_one_piece_of_work_on_the_callers_stream(machine):
     it = made()
     it(x_of(), stream=7)
-    begun, ended0, ended1 = events(machine)
+    begun, ended0, _ = events(machine)
     assert call(machine, it, x_of(), stream=7) == [
         (f"record {begun}", 7),
         (f"wait {begun}", 101),
         ("pull", 101),
         ("mlp early", 101),
-        (f"record {ended1}", 101),
         ("mlp early", 7),
-        (f"wait {ended1}", 7),
         (f"record {ended0}", 7),
     ]
 
@@ -96,8 +94,10 @@ def test_a_call_on_another_stream_waits_for_the_one_before_on_each_gpu(machine):
     _, ended0, ended1 = events(machine)
     assert call(machine, second, x_of(), stream=9)[0] == (f"wait {ended0}", 9)
     found = call(machine, first, [x_of(gpu=0), x_of(gpu=1)], stream=[9, 8])
-    assert found[:2] == [(f"wait {ended1}", 8), ("mlp early", 9)]
-    assert found[3] == ("mlp early", 8)
+    assert found[:2] == [(f"record {ended1}", 101), (f"wait {ended1}", 8)]
+    assert (found[2], found[4]) == (("mlp early", 9), ("mlp early", 8))
+    found = call(machine, first, x_of(), stream=9)
+    assert found[:2] == [(f"wait {ended1}", 101), (f"record {events(machine)[0]}", 9)]
 
 
 def test_a_captured_call_takes_streams_and_events_of_its_own(machine):
@@ -143,9 +143,10 @@ def test_blocks_lead_to_the_callers_x_and_y2_and_to_our_own_elsewhere(machine):
     assert found[0]["y2_to"][:2].tolist() == [OUT, own.y2[1]]  # the nearest first
     assert found[1]["y2_to"][:2].tolist() == [own.y2[1], OUT]
     (pull,) = [entry for entry in machine.log if entry[2:3] == ("pull",)]
-    bound = next(iter(it._placement._ready[64].bound.values()))
-    assert pull[3] == bound.pulls[1].address
-    assert bound.pulls[1].block.tolist() == [own.x[1], X, 64 * K * 2 // 16]
+    (listed, *_) = next(iter(it._placement._calls.values()))
+    words = listed.bound.pulls[1]
+    assert pull[3] == words.address
+    assert words.block.tolist() == [own.x[1], X, 64 * K * 2 // 16]
 
 
 def test_schedules_share_y1_and_errors_and_no_counter(machine):
@@ -209,12 +210,12 @@ def test_what_was_not_used_for_longest_is_freed_unless_a_graph_needs_it(machine,
 
 
 @pytest.mark.usefixtures("machine")
-def test_places_that_were_used_last_stay_ready(monkeypatch):
-    monkeypatch.setattr(placement, "POINTERS", 3)
+def test_calls_that_were_made_last_stay_ready(monkeypatch):
+    monkeypatch.setattr(placement, "CALLS", 3)
     it = made()
     for i in range(10):
-        it(x_of(pointer=X + 4096 * 512 * i), stream=7)
-    assert len(it._placement._ready[64].bound) == 3
+        it(x_of(pointer=X + 4096 * 512 * (i if i % 2 else 0)), stream=7)
+    assert [key[3][0][0] - X for key in it._placement._calls] == [4096 * 512 * i for i in (7, 0, 9)]
 
 
 def test_a_timeout_is_said_by_check_and_ends_the_object(machine):
