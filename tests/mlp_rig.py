@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 import ctatune
+from ctatune import shared
 from ctatune.arrays import GpuArray
-from ctatune.gpus import Arena
+from ctatune.gpus import Arena, Gpus
 from ctatune.problem import BF16_BYTES, Problem
 from ctatune.records import RELATIVE_LIMIT, WORST_LIMIT
 from ctatune.verify import Reference
@@ -116,6 +117,8 @@ class Rig:
 
 @contextmanager
 def rigged(bench: Any, sizes: tuple[int, int, int]) -> Iterator[Rig]:
+    if bench.gpus.ranks > 1 and 2 not in shared._made:
+        shared._made[2] = shared.Shared(Gpus(2, ranks=bench.gpus.ranks))
     with bench.gpus.arena() as arena:
         rig = Rig(bench, arena, sizes)
         with rig.mlp:

@@ -24,7 +24,7 @@ from ctatune.gpus import check
 from ctatune.problem import BF16_BYTES
 from ctatune.shared import Shared
 
-pytestmark = [pytest.mark.gpus(2), pytest.mark.real]
+pytestmark = pytest.mark.gpus(2)
 
 
 @pytest.fixture(scope="module")
