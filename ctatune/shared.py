@@ -86,7 +86,10 @@ class Shared:
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        self._before.append(driver.cuCtxGetCurrent()[1])
+        before = driver.cuCtxGetCurrent()[1]
+        self._before.append(before)
+        if not int(before):  # a thread that has used no GPU yet
+            driver.cuCtxSetCurrent(self._contexts[0])
 
     def __exit__(self, *_: object) -> None:
         driver.cuCtxSetCurrent(self._before.pop())

@@ -201,6 +201,12 @@ __device__ void stamp(Params const& p, int tile, Stamp which) {
   if (p.stamps) p.stamps[tile * kStamps + which] = now_ns();
 }
 
+// The same on all lanes of a warp.
+__device__ long long warp_now_ns() { return __shfl_sync(~0u, now_ns(), 0); }
+__device__ bool reached(uint32_t value, uint32_t target) {
+  return __all_sync(~0u, int32_t(value - target) >= 0);
+}
+
 // Waits until the flag has reached `target` (modulo 2^32). After `timeout_ns`, or when another poll
 // of this GPU has failed before, it records what it saw and returns: the call ends, with an error.
 __device__ void poll(uint32_t const* flag, uint32_t target, Params const& p, PollCode code,
@@ -208,11 +214,11 @@ __device__ void poll(uint32_t const* flag, uint32_t target, Params const& p, Pol
   long long deadline = 0;
   for (uint32_t spin = 0;; ++spin) {
     uint32_t const value = load_acquire(flag);
-    if (int32_t(value - target) >= 0) return;
+    if (reached(value, target)) return;
     if (spin % 64 != 63) continue;
-    if (deadline == 0) deadline = now_ns() + p.timeout_ns;
+    if (deadline == 0) deadline = warp_now_ns() + p.timeout_ns;
     bool const failed_before = *reinterpret_cast<uint32_t volatile*>(&p.error->code) != 0;
-    if (!failed_before && now_ns() < deadline) continue;
+    if (!__any_sync(~0u, failed_before) && warp_now_ns() < deadline) continue;
     if (atomicCAS(&p.error->code, 0u, uint32_t(code)) == 0u) {
       p.error->index = index;
       p.error->target = target;
@@ -272,6 +278,7 @@ struct Loader {
   Params const& p;
   char* ring;
   Barriers& bars;
+  bool leader;
   Rings rings;
   uint32_t epoch = 0;
   bool started = false;                     // may read what the kernel before this one made
@@ -286,7 +293,7 @@ struct Loader {
   template <bool kIsUp>
   __device__ void arm(StageRing<kIsUp> const& r, int bytes) {
     Barrier::wait(&bars.empty[kRing<kIsUp>][r.slot], r.phase ^ 1);
-    TransactionBarrier::arrive_and_expect_tx(&bars.full[kRing<kIsUp>][r.slot], bytes);
+    if (leader) TransactionBarrier::arrive_and_expect_tx(&bars.full[kRing<kIsUp>][r.slot], bytes);
   }
 
   template <bool kIsUp>
@@ -304,6 +311,7 @@ struct Loader {
     using Tile = Layer<kIsUp>;
     uint64_t* full = &bars.full[kRing<kIsUp>][r.slot];
     char* to = stage<kIsUp>(r) + Tile::kABytes;
+    if (!leader) return;
     if constexpr (kMulticast) {
       int const half = block_rank_in_cluster() * (Tile::kN / 2);
       SM90_TMA_LOAD_MULTICAST_2D::copy(run.weights, full, uint16_t(3), kKeep,
@@ -340,14 +348,15 @@ struct Loader {
         arm<true>(at, bytes);
         load_weights<true>(at, run, kb);
       }
-      SM90_TMA_LOAD_2D::copy(&p.x, &bars.full[0][at.slot], kKeep, stage<true>(at), kb * kTileK,
-                             tile.y);
+      if (leader)
+        SM90_TMA_LOAD_2D::copy(&p.x, &bars.full[0][at.slot], kKeep, stage<true>(at), kb * kTileK,
+                               tile.y);
     }
   }
 
   __device__ bool arrived(int panel, int segment) {
     uint32_t const target = (epoch / 2 + 1) * p.segment_tiles[segment];
-    return int32_t(load_acquire(panel_flag(p.panels, p, epoch, panel, segment)) - target) >= 0;
+    return reached(load_acquire(panel_flag(p.panels, p, epoch, panel, segment)), target);
   }
   __device__ void await(int panel, int segment) {
     uint32_t const target = (epoch / 2 + 1) * p.segment_tiles[segment];
@@ -368,15 +377,16 @@ struct Loader {
       ahead = weights_ahead<false>(at, run, bytes);
       for (int panel = begin; panel < end; ++panel) await(panel, run.flag);
     }
-    if (first) stamp(p, i, kPanelReady);
+    if (first && leader) stamp(p, i, kPanelReady);
     fence_async_proxy();                    // the acquire above orders the TMA loads below
     for (int kb = run.blocks.begin; kb < run.blocks.end; ++kb, at.advance()) {
       if (kb >= ahead) {
         arm<false>(at, bytes);
         load_weights<false>(at, run, kb);
       }
-      SM90_TMA_LOAD_3D::copy(&p.y1, &bars.full[kRing<false>][at.slot], kKeep, stage<false>(at),
-                             run.a + kb * kTileK, tile.y, epoch & p.y1_parity);
+      if (leader)
+        SM90_TMA_LOAD_3D::copy(&p.y1, &bars.full[kRing<false>][at.slot], kKeep, stage<false>(at),
+                               run.a + kb * kTileK, tile.y, epoch & p.y1_parity);
     }
   }
 
@@ -413,7 +423,7 @@ struct Loader {
     if constexpr (kReduce) prefetch_map(p.ones);
     for (int i = blockIdx.x; i < p.tile_count; i += gridDim.x) {
       int4 const tile = p.tiles[i];
-      stamp(p, i, kLoadStarts);
+      if (leader) stamp(p, i, kLoadStarts);
       int const layer = layer_of(tile);
       if (layer == kUpTile) up(tile, i % kUpSplit);
       else if (layer < kNoTile) down(tile, i % kDownSplit, i);
@@ -427,12 +437,13 @@ struct Storer {
   Params const& p;
   char* slabs;
   Barriers& bars;
+  bool leader;
   Ring<kSlabs> at, to_free;
   uint32_t epoch = 0;
   bool y1_open = false, y2_open = false;    // destinations were seen ready for this call
 
   __device__ void free_slab() {
-    Barrier::arrive(&bars.d_empty[to_free.slot]);
+    if (leader) Barrier::arrive(&bars.d_empty[to_free.slot]);
     to_free.advance();
   }
 
@@ -447,7 +458,7 @@ struct Storer {
   __device__ void issue(int4 tile, int part, int slab, int slot, int first, int last) {
     using Tile = Layer<kIsUp>;
     int const row = part * Tile::kOutRows;  // of the tile, the first that this CTA owns
-    if (row >= Tile::kRows || tile.y + row >= p.m) return;
+    if (!leader || row >= Tile::kRows || tile.y + row >= p.m) return;
     void const* from = slabs + slot * kSlabBytes;
     bool const partial = is_partial(tile);
     for (int d = first; d < last; ++d) {
@@ -462,6 +473,7 @@ struct Storer {
 
   // Adds 1 to the panel counter of destinations [first, last). Called when the stores are visible.
   __device__ void tell(int4 tile, int first, int last) {
+    if (!leader) return;
     fence_async_proxy();
     int const panel = tile.y / kUpM;
     int const segment = segment_of(tile) + (is_partial(tile) ? p.segment_count : 0);
@@ -507,10 +519,10 @@ struct Storer {
         drain();
         tell(tile, to.begin, to.own);
       }
-      long long next = paced ? now_ns() + blockIdx.x * p.pace_ns / gridDim.x : 0;
+      long long next = paced ? warp_now_ns() + blockIdx.x * p.pace_ns / gridDim.x : 0;
       for (int s = begin; s < end; ++s, at.advance()) {
         if (paced) {
-          while (now_ns() < next) __nanosleep(100);
+          while (warp_now_ns() < next) __nanosleep(100);
           next += p.pace_ns;
         }
         issue<kIsUp>(tile, part, s, at.slot, to.own, to.end);
@@ -528,7 +540,7 @@ struct Storer {
   __device__ void run() {
     wait_for_previous();
     epoch = p.calls[0];
-    if (blockIdx.x == 0) {
+    if (blockIdx.x == 0 && leader) {
       fence_system();
       for (int d = 0; d < p.peers; ++d) add_relaxed(p.started_out[d], 1);
     }
@@ -537,9 +549,9 @@ struct Storer {
     for (int d = 0; d < p.y2_outs; ++d) prefetch_map(p.y2_out[d]);
     if constexpr (kDirect) {
       open(y1_gpus, p.y1_gpu, epoch);
-      Barrier::arrive(&bars.open[0]);
+      if (leader) Barrier::arrive(&bars.open[0]);
       open(p.y2_outs, p.y2_gpu, epoch + 1);
-      Barrier::arrive(&bars.open[1]);
+      if (leader) Barrier::arrive(&bars.open[1]);
       y1_open = y2_open = true;
     }
     for (int i = blockIdx.x; i < p.tile_count; i += gridDim.x) {
@@ -548,7 +560,7 @@ struct Storer {
       if (layer == kNoTile) continue;
       bool const last = i + gridDim.x >= p.tile_count;
       Barrier::wait(&bars.d_full[at.slot], at.phase);
-      stamp(p, i, kStoreStarts);
+      if (leader) stamp(p, i, kStoreStarts);
       if constexpr (!kDirect) {
         if (layer == kDownTile) {
           if (!y2_open) open(p.y2_outs, p.y2_gpu, epoch + 1);
@@ -565,14 +577,14 @@ struct Storer {
         if constexpr (kDirect) tell_stored<false>(tile);
         else store<false>(tile, i % kDownSplit, last);
       }
-      stamp(p, i, kStored);
+      if (leader) stamp(p, i, kStored);
     }
     // A CTA without a tile of `down` must not count for a call that the receiver has not begun.
     if (!y2_open && p.arrived_outs > 0) open(p.y2_outs, p.y2_gpu, epoch + 1);
     drain();
     fence_async_proxy();
     if (p.arrived_outs > 0) fence_system();
-    for (int d = 0; d < p.arrived_outs; ++d) add_relaxed(p.arrived_out[d], 1);
+    for (int d = 0; leader && d < p.arrived_outs; ++d) add_relaxed(p.arrived_out[d], 1);
     if (blockIdx.x == 0 && p.arrivals > 0)  // what peers send to this GPU has arrived too
       poll(p.arrived, (epoch + 1) * p.arrivals, p, kArrivedPoll, 0);
   }
@@ -800,9 +812,9 @@ struct Math {
         store_rows<Tile>(acc, rows, width, tile, column, p.m, group);
       }
       cutlass::arch::NamedBarrier::sync(128 * kMathGroups, 3);
-      if (threadIdx.x == 128) {
+      if (threadIdx.x / 32 == 4) {          // a warp: one lane must not wait alone (see `mlp`)
         Barrier::wait(&bars.d_empty[d_at.slot], d_at.phase ^ 1);
-        Barrier::arrive(&bars.d_full[d_at.slot]);
+        if (threadIdx.x == 128) Barrier::arrive(&bars.d_full[d_at.slot]);
       }
     }
   }
@@ -908,7 +920,7 @@ __device__ void init_barriers(Barriers& bars) {
 
 // Nobody leaves while others of its cluster may write to its shared memory.
 __device__ void leave_together() {
-  __syncwarp();                             // warps that gave one thread something to do
+  __syncwarp();
   if constexpr (kCluster == 1) { __syncthreads(); return; }
   if (!kMulticast && threadIdx.x < 32) cluster_wait();  // the first meeting
   cluster_sync();
@@ -928,8 +940,12 @@ void mlp(__grid_constant__ Params const p) {
 
   if (warp < 4) {
     if constexpr (kMathGroups > 1) cutlass::arch::warpgroup_reg_dealloc<40>();
-    if (warp == 0 && elect_one_sync()) Loader{p, ring, bars}.run();
-    if (warp == 1 && elect_one_sync()) Storer{p, slabs, bars}.run();
+    // All lanes walk the list together, and one of them acts. A lane that walked alone would, when
+    // it sleeps at a barrier, let the others go on to what follows, where they write to uniform
+    // registers of the warp that a TMA instruction has yet to read (docs/decisions.md).
+    bool const leader = elect_one_sync();
+    if (warp == 0) Loader{p, ring, bars, leader}.run();
+    if (warp == 1) Storer{p, slabs, bars, leader}.run();
   } else {
     if constexpr (kMathGroups > 1) cutlass::arch::warpgroup_reg_alloc<232>();
     int const group = __shfl_sync(~0u, warp / 4 - 1, 0);
