@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ctatune.config import Config, Tile
 from ctatune.errors import PipelineTimeoutError
-from ctatune.gpus import LINE_BYTES, Arena, Gpus, check
+from ctatune.gpus import LINE_BYTES, Gpus, check
 from ctatune.limits import TILE_K, out_rows
 from ctatune.problem import BF16_BYTES, MAX_GPUS
 
@@ -103,14 +103,21 @@ class Flags:
     error: int
 
     @classmethod
-    def place(cls, arena: Arena, gpu: int, panels: int) -> Flags:
-        """New flags on `gpu`, with `panels` counters of panels for each parity of a call."""
+    def nbytes(cls, panels: int) -> int:
+        """Bytes of flags with `panels` counters of panels for each parity of a call."""
+        return (2 * panels + MAX_GPUS + 4) * LINE_BYTES
+
+    @classmethod
+    def at(cls, pointer: int, panels: int) -> Flags:
+        """Flags in zeroed memory that begins at `pointer`."""
+        started = pointer + 2 * panels * LINE_BYTES
+        arrived = started + MAX_GPUS * LINE_BYTES
         return cls(
-            panels=arena.zeros(gpu, 2 * panels * LINE_BYTES),
-            started=arena.zeros(gpu, MAX_GPUS * LINE_BYTES),
-            arrived=arena.zeros(gpu, LINE_BYTES),
-            calls=arena.zeros(gpu, 2 * LINE_BYTES),
-            error=arena.zeros(gpu, ERROR.itemsize),
+            panels=pointer,
+            started=started,
+            arrived=arrived,
+            calls=arrived + LINE_BYTES,
+            error=arrived + 3 * LINE_BYTES,
         )
 
     def write(self, block: Any) -> None:
@@ -192,12 +199,14 @@ def packed(slots: NDArray[np.int32], places: NDArray[np.int32] | int = 0) -> NDA
     return words
 
 
-def raise_poll_error(gpus: Gpus, gpu: int, pointer: int) -> None:
-    """Raise PipelineTimeoutError if the error record at `pointer` on `gpu` is filled."""
+def raise_poll_error(gpus: Gpus, gpu: int, pointer: int, number: int | None = None) -> None:
+    """Raise PipelineTimeoutError if the error record at `pointer` on `gpu` is filled; `number` is
+    what its schedule calls that GPU (None: the same)."""
     error = gpus.download(gpu, pointer, (), ERROR)
     if error["code"]:
         what = _AWAITED[int(error["code"])].format(int(error["index"]))
+        who = gpu if number is None else number
         raise PipelineTimeoutError(
-            f"GPU {gpu} waited more than {POLL_TIMEOUT_NS / 1e9:g} s for {what}: "
+            f"GPU {who} waited more than {POLL_TIMEOUT_NS / 1e9:g} s for {what}: "
             f"target {int(error['target'])}, value {int(error['value'])}"
         )

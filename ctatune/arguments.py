@@ -32,10 +32,6 @@ def problem_of(
     most = max(MAX_M, least) if max_m is None else max_m
     if most < least:
         raise UsageError(f"max_m must be at least {least}, the tokens of the choice, got {most}")
-    for name, weight in (("w_up", up), ("w_down", down)):
-        if weight.gpu is not None and weight.gpu >= gpus:
-            place = where(weight.gpu)
-            raise UsageError(f"{name} must lie on the host or one of {gpus} GPUs: {place}")
     problem = Problem(m=most, k=k, h=h, n=n, gpus=gpus)
     if reason := why_invalid(default_config(problem), problem):
         raise UsageError(f"our kernel cannot run {problem.shape}: {reason}")
@@ -56,6 +52,14 @@ def _agree(choice: Choice, sizes: tuple[int, int, int], gpus: int | None) -> tup
     return m, choice.gpus
 
 
+def require_weights_on(gpus: range, up: View, down: View) -> None:
+    """Raise UsageError unless weights lie on the host or on one of these GPUs."""
+    for name, weight in (("w_up", up), ("w_down", down)):
+        if weight.gpu is not None and weight.gpu not in gpus:
+            which = f"one of {gpus.stop} GPUs" if gpus.start == 0 else f"GPU {gpus.start}"
+            raise UsageError(f"{name} must lie on the host or {which}: {where(weight.gpu)}")
+
+
 def tokens(m: Any, problem: Problem) -> int:
     """`m` as a number of tokens that a call may have."""
     m = operator.index(m)
@@ -64,12 +68,12 @@ def tokens(m: Any, problem: Problem) -> int:
     return m
 
 
-def streams_of(stream: Any, gpus: int) -> list[int]:
-    """Handles of streams on GPUs 0 .. `gpus` - 1: those given, or the caller's current ones."""
+def streams_of(stream: Any, gpus: range) -> list[int]:
+    """Handles of streams on these GPUs: those given, or the caller's current ones."""
     if stream is None:
-        return [current_stream(gpu) for gpu in range(gpus)]
+        return [current_stream(gpu) for gpu in gpus]
     handles = [int(s) for s in stream] if isinstance(stream, Sequence) else [int(stream)]
-    require_each("stream", handles, gpus)
+    require_each("stream", handles, len(gpus))
     return handles
 
 
@@ -79,11 +83,11 @@ def require_each(name: str, items: Sequence[Any], gpus: int) -> None:
         raise UsageError(f"{name} needs one item for each of {gpus} GPUs, got {len(items)}")
 
 
-def tokens_of(x: Sequence[Place], out: Sequence[Place], problem: Problem) -> int:
-    """How many tokens a call has whose X and Y2 lie there, on GPUs 0, 1, ... ."""
+def tokens_of(gpus: range, x: Sequence[Place], out: Sequence[Place], problem: Problem) -> int:
+    """How many tokens a call has whose X and Y2 lie there, on the first of these GPUs."""
     m = None
     for name, places, width in (("x", x, problem.k), ("out", out, problem.n)):
-        for gpu, (pointer, shape, lies_on) in enumerate(places):
+        for gpu, (pointer, shape, lies_on) in zip(gpus, places, strict=False):
             if lies_on != gpu:
                 raise UsageError(f"{name} must lie on GPU {gpu}, it lies on {where(lies_on)}")
             if len(shape) != 2 or shape[1] != width or m not in (None, shape[0]):

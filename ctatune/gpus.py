@@ -103,21 +103,22 @@ class Arena:
 class Gpus:
     """`count` GPUs with peer access proved by real writes, and one stream on each.
 
-    With `ranks` above 1, so many of them share a GPU, each with its part of the SMs: to test what
-    more GPUs would do. Latencies mean nothing then.
+    They are those with the ordinals from `first` on; no other one is touched. With `ranks` above 1,
+    so many of them share a GPU, each with its part of the SMs: to test what more GPUs would do.
+    Latencies mean nothing then.
 
     Raises: DeviceError when there are too few, one is no sm_90, peers cannot reach each other, or
     the environment serialises launches.
     """
 
-    def __init__(self, count: int, *, ranks: int = 1) -> None:
+    def __init__(self, count: int, *, first: int = 0, ranks: int = 1) -> None:
         _refuse_serialised_launches()
         check(driver.cuInit(0))
         present = int(check(driver.cuDeviceGetCount()))
         self.ranks, needed = ranks, -(-count // ranks)
-        if present < needed:
-            raise DeviceError(f"{needed} GPUs are asked for, this machine has {present}")
-        self.devices = [Device(i % needed) for i in range(count)]
+        if present < first + needed:
+            raise DeviceError(f"{first + needed} GPUs are asked for, this machine has {present}")
+        self.devices = [Device(first + i % needed) for i in range(count)]
         self.streams = []
         for device in self.devices:
             device.set_current()

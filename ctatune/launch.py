@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,8 @@ from ctatune.schedule import PARTIAL, UP, Schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operands:
-    """One set of inputs and outputs, a pointer for each GPU (0 where a GPU has no part).
+    """One set of inputs and outputs, a pointer for each GPU (0 where a GPU has no part; but for y2
+    also where it belongs to another process).
 
     Shapes: x m x k, w_up (own columns of up) x k, w_down (own columns of down) x h, or where Y2 is
     summed over GPUs n x (own columns of up), y2 m x n.
@@ -34,11 +35,17 @@ class Operands:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workspace:
-    """What schedules whose calls never overlap may share, a pointer for each GPU: room for Y1
-    (two planes of the largest m x h) and a zeroed record of errors."""
+    """What schedules whose calls never overlap may share, where other processes may have some GPUs.
 
+    `here` are the numbers that a schedule has for the GPUs of this process. `y1` points to room for
+    Y1 on each GPU (two planes of the largest m x h), `error` to a zeroed record on each one here.
+    `zeros` gives so many zeroed bytes on each GPU, for as long as the arena is open.
+    """
+
+    here: Sequence[int]
     y1: tuple[int, ...]
     error: tuple[int, ...]
+    zeros: Callable[[Arena, int], Sequence[int]]
 
 
 class Mlp:
@@ -65,11 +72,13 @@ class Mlp:
         self.schedule = schedule
         self._kernel = kernel or Kernel(gpus, schedule.config, skip_wait=skip_wait)
         self.ctas, self.build = self._kernel.ctas, self._kernel.build
+        self._here = workspace.here if workspace else self._all
         self._place(arena, workspace)
-        sizes = [len(slots) * len(STAMPS) * 8 if stamps else 0 for slots in self._slots]
-        self._stamps = [arena.zeros(g, size) if size else 0 for g, size in enumerate(sizes)]
+        self._stamps = dict.fromkeys(self._here, 0)
+        for i, gpu in enumerate(self._here if stamps else ()):
+            self._stamps[gpu] = arena.zeros(i, len(self._slots[gpu]) * len(STAMPS) * 8)
         self._arguments = [
-            [Argument(self._block(gpu, operands)) for gpu in self._all] for operands in sets
+            [Argument(self._block(gpu, operands)) for gpu in self._here] for operands in sets
         ]
 
     @property
@@ -87,19 +96,23 @@ class Mlp:
 
     def _place(self, arena: Arena, workspace: Workspace | None) -> None:
         schedule = self.schedule
-        panels = schedule.panels * len(schedule.arrivals(0))
-        holders = () if workspace else self._y1_gpus
-        self._y1 = [arena.alloc(g, self._y1_bytes) if g in holders else 0 for g in self._all]
         width = schedule.config.down.n if schedule.reduces else 0
         ones = abi.bf16_bits(np.eye(width, dtype=np.float32))
-        self._ones = [arena.upload(gpu, ones) if width else 0 for gpu in self._all]
-        self._flags = [Flags.place(arena, gpu, panels) for gpu in self._all]
+        self._ones, self._slots, self._tiles = {}, {}, {}
+        for i, gpu in enumerate(self._here):
+            self._ones[gpu] = arena.upload(i, ones) if width else 0
+            self._slots[gpu] = schedule.slots(gpu)
+            self._tiles[gpu] = arena.upload(i, self._packed(gpu))
+        panels = schedule.panels * len(schedule.arrivals(0))
+        nbytes = Flags.nbytes(panels)
         if workspace:
-            self._y1 = list(workspace.y1)
-            errors = zip(self._flags, workspace.error, strict=True)
-            self._flags = [replace(flags, error=error) for flags, error in errors]
-        self._slots = [schedule.slots(gpu) for gpu in self._all]
-        self._tiles = [arena.upload(gpu, self._packed(gpu)) for gpu in self._all]
+            self._y1, lines = workspace.y1, workspace.zeros(arena, nbytes)
+        else:
+            holders = self._y1_gpus
+            self._y1 = [arena.alloc(g, self._y1_bytes) if g in holders else 0 for g in self._all]
+            lines = [arena.zeros(gpu, nbytes) for gpu in self._all]
+        self._flags = [Flags.at(pointer, panels) for pointer in lines]
+        self._errors = workspace.error if workspace else [own.error for own in self._flags]
 
     def _packed(self, gpu: int) -> NDArray[np.int32]:
         """The slots of a GPU as the kernel reads them."""
@@ -115,9 +128,9 @@ class Mlp:
             self._gpus.fill(gpu, self._y1[gpu], 0xFF, self._y1_bytes)
 
     def moved(self, x: Sequence[int], y2: Sequence[int]) -> list[Argument]:
-        """What the kernel of each GPU takes for the first set with X and Y2 elsewhere."""
+        """What the kernel of each GPU here takes for the first set with X and Y2 elsewhere."""
         blocks = [argument.block.copy() for argument in self._arguments[0]]
-        for gpu, block in enumerate(blocks):
+        for gpu, block in zip(self._here, blocks, strict=True):
             self._write_ends(block, gpu, x, y2)
         return [Argument(block) for block in blocks]
 
@@ -195,6 +208,7 @@ class Mlp:
         p["peers"] = len(self._all)
         p["started_out"][: len(self._all)] = [f.started + gpu * LINE_BYTES for f in self._flags]
         self._flags[gpu].write(p)
+        p["error"] = self._errors[self._here.index(gpu)]
 
     def call(self, which: int = 0) -> None:
         """Enqueue one call on operand set `which` on every GPU."""
@@ -207,8 +221,8 @@ class Mlp:
 
     def check(self) -> None:
         """Raise PipelineTimeoutError if a poll of a finished call ran out of time."""
-        for gpu in self._all:
-            abi.raise_poll_error(self._gpus, gpu, self._flags[gpu].error)
+        for i, (gpu, pointer) in enumerate(zip(self._here, self._errors, strict=True)):
+            abi.raise_poll_error(self._gpus, i, pointer, gpu)
 
     def stamps(self, gpu: int) -> NDArray[np.int64]:
         """Times of the last call on `gpu`: slots x STAMPS, in ns of that GPU's global timer."""

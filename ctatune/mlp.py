@@ -1,9 +1,10 @@
-"""Runs an MLP on several GPUs of one process, as `ctatune.best` says.
+"""Runs an MLP on several GPUs, of one process or of one process each, as `ctatune.best` says.
 
 Why calls of different numbers of tokens may share Y1, though each has flags of its own, and epochs
 that count its own calls (the protocol stands in `kernels/mlp.cu`):
 
-1. Calls form one sequence, the same on every GPU (`shared.py`).
+1. Calls form one sequence, the same on every GPU: in one process `shared.py` sees to it. Ranks
+   (`ranks.py`) must make the same calls in the same order, and each puts its own into a sequence.
 2. Y2 lies on every GPU after a call (`replicated`), so a kernel ends only when all CTAs of all
    GPUs with a part of `down` have added to its `arrived`. A CTA adds after its last tile, when it
    has loaded all that it will load. And each panel of Y1 was awaited by a GPU with a part of
@@ -14,10 +15,10 @@ that count its own calls (the protocol stands in `kernels/mlp.cu`):
    GPU writes Y1 of the next call, nobody reads or writes Y1 of an earlier one, whatever the number
    of tokens and the layout of both.
 4. Y2 is stored only into a GPU that has started the same call (`started` of this schedule), so
-   after all that the GPU's stream did before.
+   after all that the GPU's stream did before: a rank's copy of the Y2 before it, for example.
 5. What is left are counters. Those of a schedule are touched by its own calls alone, which are a
    sequence too, as the kernel's protocol asks; a call of another schedule between two of them only
-   makes a GPU later.
+   makes a GPU later. Ranks meet between the zeroing of counters and the first call.
 
 This rests on `replicated`: another output would need `started` flags that count the calls of all
 schedules. (tests/test_sequence.py runs the protocol in random order.)
@@ -30,12 +31,20 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ctatune.arguments import problem_of, require_each, streams_of, tokens
-from ctatune.arrays import view
+from ctatune.arguments import (
+    problem_of,
+    require_each,
+    require_weights_on,
+    streams_of,
+    tokens,
+)
+from ctatune.arrays import View, view
 from ctatune.choice import Choice
 from ctatune.errors import DeviceError, PipelineTimeoutError, UsageError
 from ctatune.placement import Placement
 from ctatune.plans import Plan, Plans
+from ctatune.problem import Problem
+from ctatune.ranks import Exchange, OneProcess, Ranks
 from ctatune.shared import shared
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -55,7 +64,8 @@ def _exclusive(method: _Method) -> _Method:
 
 
 class Mlp:
-    """`Y2 = X W_up^T W_down^T` in bf16, on GPUs 0 .. `gpus` - 1 of this process.
+    """`Y2 = X W_up^T W_down^T` in bf16, on GPUs 0 .. `gpus` - 1 of this process. (`Mlp.for_rank` is
+    for one process for each GPU.)
 
     Weights are whole, on the host or on one GPU: arrays of torch, DLPack,
     `__cuda_array_interface__` or NumPy (uint16 with the bits of bf16, which NumPy does not have).
@@ -90,27 +100,84 @@ class Mlp:
     ) -> None:
         self._closed = True
         up, down = view(w_up, "w_up"), view(w_down, "w_down")
-        self.problem = problem_of(up, down, choice, gpus, max_m)
-        platform = platform or (choice.platform if choice else None)
-        self._plans = Plans(self.problem, choice, db, platform)
-        self._shared = shared(self.problem.gpus)
-        self._placement = Placement(self._shared, self.problem, self._plans)
-        self._failed = ""
-        self._closed = False
+        problem = problem_of(up, down, choice, gpus, max_m)
+        plans = Plans(problem, choice, db, platform)
+        self._begin((up, down), problem, plans, range(problem.gpus), OneProcess(problem.gpus))
+        self._place(up, down)
+
+    @classmethod
+    def for_rank(  # noqa: PLR0913
+        cls,
+        rank: int,
+        world: int,
+        w_up: Any,
+        w_down: Any,
+        choice: Choice | None = None,
+        *,
+        exchange: Exchange,
+        gpu: int | None = None,
+        max_m: int | None = None,
+        db: Path | None = None,
+        platform: str | None = None,
+    ) -> Mlp:
+        """An Mlp over the GPUs of `world` processes, of which this one is number `rank`.
+
+        `exchange` gives what each rank gave, in the order of ranks: an all-gather of bytes on the
+        host, of torch.distributed for example. It must raise some day when a rank is gone. `gpu`
+        is the ordinal of this rank's GPU in this process (None: `rank`). Weights are whole, on the
+        host or that GPU, and the same on each rank. `choice`, `db` and `platform` of rank 0 count.
+
+        All ranks make the same calls with the same numbers of tokens in the same order, in which X
+        is the same on each. `warm_up` and `close` are collective, and so is what comes first for a
+        number of tokens, `plan` or a call: a rank that does or refuses it alone leaves the others
+        waiting. In `y = mlp(x, out)` arrays and the stream are those of this rank's GPU, and its
+        part goes onto that stream alone. Peers store Y2 into memory of ours, which `y` shows
+        without `out`; with `out`, it is copied there on the same stream.
+
+        Raises: what `Mlp` does, on every rank when one fails; UsageError when ranks do not agree,
+        DeviceError when their GPUs do not reach each other; what `exchange` raises.
+        """
+        made = cls.__new__(cls)
+        made._closed = True
+        ranks, own = Ranks(rank, world, exchange), rank if gpu is None else gpu
+        first = ranks.choice(choice)
+
+        def begin() -> str:
+            up, down = view(w_up, "w_up"), view(w_down, "w_down")
+            problem = problem_of(up, down, first, world, max_m)
+            plans = Plans(problem, first, db, platform)
+            made._begin((up, down), problem, plans, range(own, own + 1), ranks)
+            return problem.shape
+
+        ranks.same("the shape with the most tokens", begin)
+        made._place(view(w_up, "w_up"), view(w_down, "w_down"))
+        return made
+
+    def _begin(
+        self,
+        weights: tuple[View, View],
+        problem: Problem,
+        plans: Plans,
+        gpus: range,
+        ranks: OneProcess,
+    ) -> None:
+        require_weights_on(gpus, *weights)
+        self.problem, self._gpus, self._shared = problem, gpus, shared(gpus)
+        self._placement = Placement(self._shared, gpus, ranks, problem, plans)
+
+    def _place(self, up: View, down: View) -> None:
+        self._failed, self._closed = "", False
         try:
-            self._place(up, down)
+            with self._shared:
+                self._placement.place(up, down)
         except BaseException:
             self.close()
             raise
 
-    @_exclusive
-    def _place(self, *weights: Any) -> None:
-        self._placement.place(*weights)
-
     def plan(self, m: int) -> Plan:
         """The config that runs for m tokens, and how it was chosen."""
         with self._shared:
-            return self._plans.of(tokens(m, self.problem))
+            return self._placement.plan(tokens(m, self.problem))
 
     def __call__(self, x: Any, out: Any = None, *, stream: Any = None) -> Any:
         """Y2 of X, enqueued: `out`, or a `GpuArray` that the next call of this object overwrites.
@@ -130,11 +197,11 @@ class Mlp:
         Raises: UsageError before anything is enqueued.
         """
         if not isinstance(x, list | tuple):
-            found = self._enqueue([x], [] if out is None else [out], streams_of(stream, 1), False)
-            return found[0]
+            streams = streams_of(stream, self._gpus[:1])
+            return self._enqueue([x], [] if out is None else [out], streams, False)[0]
         for name, items in (("x", x), ("out", x if out is None else out)):
-            require_each(name, items, self.problem.gpus)
-        return list(self._enqueue(x, out or [], streams_of(stream, self.problem.gpus), True))
+            require_each(name, items, len(self._gpus))
+        return list(self._enqueue(x, out or [], streams_of(stream, self._gpus), True))
 
     @_exclusive
     def _enqueue(

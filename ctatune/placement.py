@@ -25,8 +25,9 @@ from ctatune.gpus import Arena
 from ctatune.kernel import Kernel
 from ctatune.launch import Operands, Workspace
 from ctatune.limits import ALIGNMENT_BYTES
-from ctatune.plans import Plans
+from ctatune.plans import Plan, Plans
 from ctatune.problem import BF16_BYTES, Problem
+from ctatune.ranks import OneProcess
 from ctatune.schedule import Columns, build
 from ctatune.shared import Bound, Listed, Shared
 
@@ -57,11 +58,15 @@ class Call(NamedTuple):
 class Placement:
     """The parts of whole weights on each GPU, a workspace for `problem.m` tokens, and schedules.
 
-    Use it inside `with shared`.
+    `gpus` are the ordinals of the GPUs of this process, `ranks` the processes that take part. Use
+    it inside `with shared`.
     """
 
-    def __init__(self, shared: Shared, problem: Problem, plans: Plans) -> None:
+    def __init__(
+        self, shared: Shared, gpus: range, ranks: OneProcess, problem: Problem, plans: Plans
+    ) -> None:
         self._shared, self._problem, self._plans = shared, problem, plans
+        self._gpus, self._ranks = gpus, ranks
         self._arena = Arena(shared.gpus)
         self._ready: OrderedDict[int, Ready] = OrderedDict()
         self._calls: OrderedDict[Key, Call] = OrderedDict()
@@ -69,24 +74,35 @@ class Placement:
 
     def place(self, up: View, down: View) -> None:
         """Allocate everything that depends on no number of tokens but the most."""
-        m, k, n = (getattr(self._problem, name) for name in "mkn")
-        everyone, arena = range(self._problem.gpus), self._arena
-        ups, downs = self._plans.division
-        self._shared.drain()  # whoever makes the weights is done
-        w_up = tuple(self._part(gpu, up, ups[gpu], Columns(0, k)) for gpu in everyone)
-        w_down = tuple(self._part(g, down, *self._plans.w_down_held(g)) for g in everyone)
-        y1_bytes = 2 * m * self._plans.y1_width * BF16_BYTES
-        reads = [self._plans.sums_over_gpus or own.width > 0 for own in downs]
+        self._ranks.connect(self._shared.gpus)
+        self._ranks.gather("placing weights", lambda: self._place_here(up, down))
+        problem, plans = self._problem, self._plans
+        y1_bytes = 2 * problem.m * plans.y1_width * BF16_BYTES
+        reads = [plans.sums_over_gpus or own.width > 0 for own in plans.division[1]]
         self._workspace = Workspace(
-            y1=tuple(arena.alloc(g, y1_bytes) if reads[g] else 0 for g in everyone),
-            error=tuple(arena.zeros(gpu, ERROR.itemsize) for gpu in everyone),
+            here=self._ranks.here,
+            y1=self._ranks.memory("Y1", [y1_bytes * read for read in reads]),
+            error=self._errors,
+            zeros=self._ranks.zeros,
         )
-        x = tuple(arena.zeros(gpu, m * k * BF16_BYTES) for gpu in everyone)
-        y2 = tuple(arena.alloc(gpu, m * n * BF16_BYTES) for gpu in everyone)
-        self._own = Operands(x=x, w_up=w_up, w_down=w_down, y2=y2)
+        y2 = self._ranks.memory("Y2", [problem.m * problem.n * BF16_BYTES] * problem.gpus)
+        self._own = replace(self._own, y2=y2)
+
+    def _place_here(self, up: View, down: View) -> None:
+        """What no other process uses."""
+        self._shared.drain()  # whoever makes the weights is done
+        k, here, arena = self._problem.k, list(enumerate(self._ranks.here)), self._arena
+        x, w_up, w_down = ([0] * self._problem.gpus for _ in range(3))
+        for i, gpu in here:
+            w_up[gpu] = self._part(i, up, self._plans.division[0][gpu], Columns(0, k))
+        for i, gpu in here:
+            w_down[gpu] = self._part(i, down, *self._plans.w_down_held(gpu))
+            x[gpu] = arena.zeros(i, self._problem.m * k * BF16_BYTES)
+        self._own = Operands(x=tuple(x), w_up=tuple(w_up), w_down=tuple(w_down), y2=())
+        self._errors = tuple(arena.zeros(i, ERROR.itemsize) for i, _ in here)
 
     def _part(self, gpu: int, whole: View, rows: Columns, columns: Columns) -> int:
-        """The rows and columns of a weight that are `gpu`'s, on it; 0 when there are none."""
+        """Rows and columns of a weight, copied to `gpu` of this process; 0 when there are none."""
         box = rows.width, columns.width * BF16_BYTES
         if not math.prod(box):
             return 0
@@ -98,8 +114,8 @@ class Placement:
         return pointer
 
     def own_x(self, m: int) -> Place:
-        """X of m tokens in our own memory on GPU 0: zeros."""
-        return self._own.x[0], (m, self._problem.k), 0
+        """X of m tokens in our own memory on the first GPU: zeros."""
+        return self._own.x[self._ranks.here[0]], (m, self._problem.k), self._gpus[0]
 
     def call(self, key: Key) -> Call:
         """What a call enqueues: the same as the last time, or made ready now.
@@ -118,7 +134,7 @@ class Placement:
 
     def _new(self, key: Key) -> Call:
         captured, everywhere, streams, x, y = key
-        m = tokens_of(x, y, self._problem)
+        m = tokens_of(self._gpus, x, y, self._problem)
         ready = self._ready_for(m, captured)
         bound = self._bind(ready, m, [place[0] for place in x], [place[0] for place in y])
         listed = self._shared.listed(bound, streams, everywhere=everywhere, captured=captured)
@@ -140,14 +156,20 @@ class Placement:
         """If there is no room, free an eighth: what is in no graph and was not used for longest."""
         idle = [m for m in self._ready if m not in self._in_graphs]
         if len(idle) >= SCHEDULES:
-            self._shared.drain()
-            for m in idle[: max(1, SCHEDULES // 8)]:
+            gone = idle[: max(1, SCHEDULES // 8)]
+            self._ranks.gather(f"freeing {gone}", self._shared.drain)
+            for m in gone:
                 self._ready.pop(m).arena.close()
             for key in [key for key, call in self._calls.items() if call.m not in self._ready]:
                 del self._calls[key]
 
+    def plan(self, m: int) -> Plan:
+        """The plan for m tokens on which all processes agree."""
+        return self._ranks.plan(m, self._plans.of)
+
     def _build(self, m: int) -> Ready:
-        problem, config = replace(self._problem, m=m), self._plans.of(m).config
+        problem, config = replace(self._problem, m=m), self.plan(m).config
+        self._ranks.same(f"CTAs for {m} tokens", lambda: self._shared.kernel(config).ctas)
         kernel, gpus = self._shared.kernel(config), self._shared.gpus
         arena = Arena(gpus)
         placed = launch.Mlp(
@@ -158,26 +180,32 @@ class Placement:
             kernel=kernel,
             workspace=self._workspace,
         )
-        y = tuple(GpuArray(p, (m, problem.n), g, self) for g, p in enumerate(self._own.y2))
-        return Ready(placed, kernel, arena, y)
+        own = [self._own.y2[gpu] for gpu in self._ranks.here]
+        y = (GpuArray(p, (m, problem.n), g, self) for p, g in zip(own, self._gpus, strict=True))
+        return Ready(placed, kernel, arena, tuple(y))
 
     def _bind(self, ready: Ready, m: int, x: Sequence[int], y: Sequence[int]) -> Bound:
         """A call with X and Y2 at these places, on the first GPUs, and at our own on the others."""
-        x, y = (*x, *self._own.x[len(x) :]), (*y, *self._own.y2[len(y) :])
         x_bytes = m * self._problem.k * BF16_BYTES
         y_bytes = m * self._problem.n * BF16_BYTES
-        spans = sorted([(p, p + x_bytes) for p in x] + [(p, p + y_bytes) for p in y])
+        here = self._ranks.here
+        at = list(self._own.x)
+        for gpu, pointer in zip(here, x, strict=False):
+            at[gpu] = pointer
+        y2, copies = self._ranks.ends(tuple(y), self._own.y2, y_bytes)
+        ends = [*y2, *(to for to, _, _ in copies)]
+        spans = sorted([(at[g], at[g] + x_bytes) for g in here] + [(p, p + y_bytes) for p in ends])
         if any(begin < end for (_, end), (begin, _) in pairwise(spans)):
             # A GPU may store Y2 while another one still reads X.
             raise UsageError("x and out must not overlap, nor may x be the y of the same Mlp")
         words = x_bytes // ALIGNMENT_BYTES
-        pulls = [Argument(np.array([to, x[0], words], np.uint64)) for to in x]
-        return Bound(ready.kernel, ready.placed.moved(x, y), pulls)
+        pulls = [Argument(np.array([at[g], x[0], words], np.uint64)) for g in here]
+        return Bound(ready.kernel, ready.placed.moved(at, y2), pulls, copies)
 
     def raise_poll_error(self) -> None:
         """Raise PipelineTimeoutError if a poll of any finished call ran out of time."""
-        for gpu, pointer in enumerate(self._workspace.error):
-            abi.raise_poll_error(self._shared.gpus, gpu, pointer)
+        for i, (gpu, pointer) in enumerate(zip(self._ranks.here, self._errors, strict=True)):
+            abi.raise_poll_error(self._shared.gpus, i, pointer, gpu)
 
     def close(self) -> None:
         """Wait for everything on the GPUs, and free the memory."""
@@ -187,3 +215,4 @@ class Placement:
         self._ready.clear()
         self._calls.clear()
         self._arena.close()
+        self._ranks.leave()

@@ -49,7 +49,8 @@ class Plans:
     def __init__(
         self, problem: Problem, choice: Choice | None, db: Path | None, platform: str | None
     ) -> None:
-        self._problem, self._choice, self._db, self._platform = problem, choice, db, platform
+        self._problem, self._choice, self._db = problem, choice, db
+        self._platform = platform or (choice.platform if choice else None)
         self._of_bucket: dict[int, list[Plan]] = {}
         self._warned = False
         given = choice.config if choice else None

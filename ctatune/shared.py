@@ -39,12 +39,13 @@ _Step = tuple[Callable[..., Any], tuple[Any, ...]]  # a call of the driver
 
 
 class Bound(NamedTuple):
-    """A call with its pointers: the kernel, what it takes on each GPU, and (not for GPU 0) what
-    the kernel takes that fetches X from GPU 0."""
+    """A call with its pointers: the kernel, what it takes on each GPU, (not for GPU 0) what the
+    kernel takes that fetches X from GPU 0, and what GPU 0 copies after it: to, from, bytes."""
 
     kernel: Kernel
     arguments: Sequence[Argument]
     pulls: Sequence[Argument]
+    copies: Sequence[tuple[int, int, int]]
 
 
 class Listed(NamedTuple):
@@ -177,6 +178,8 @@ class Shared:
         begin early beside edges from other GPUs is not known."""
         args = bound.kernel.launch_args(bound.arguments[gpu], stream, early=not captured)
         yield driver.cuLaunchKernelEx, args
+        for to, source, nbytes in bound.copies if gpu == 0 else ():
+            yield driver.cuMemcpyDtoDAsync, (to, source, nbytes, _stream(stream))
 
     def _pull_on(self, stream: int) -> Any:
         config = driver.CUlaunchConfig()
@@ -210,27 +213,28 @@ def _event(gpus: Gpus, gpu: int) -> Any:
     return check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
 
 
-_made: dict[int, Shared] = {}
+_made: dict[range, Shared] = {}
 _making = threading.Lock()
 
 
-def shared(count: int) -> Shared:
-    """The one object for `count` GPUs in this process.
+def shared(gpus: range) -> Shared:
+    """The one object for these GPUs, by their ordinals, in this process.
 
     Raises: DeviceError when there are too few, or no peer access; UsageError when this process
     runs calls on another number of GPUs, above one, already: they would not be in one sequence.
     """
     with _making:
-        if count in _made:
-            return _made[count]
-        if others := {made for made in _made if min(made, count) > 1}:
+        if gpus in _made:
+            return _made[gpus]
+        count = len(gpus)
+        if others := {len(made) for made in _made if min(len(made), count) > 1}:
             raise UsageError(f"this process uses {others.pop()} GPUs for an Mlp, not {count}")
-        if (present := gpu_count()) < count:
-            raise DeviceError(f"{count} GPUs are asked for, this machine has {present}")
+        if (present := gpu_count()) < gpus.stop:
+            raise DeviceError(f"{gpus.stop} GPUs are asked for, this machine has {present}")
         check(driver.cuInit(0))
         before = check(driver.cuCtxGetCurrent())
         try:
-            _made[count] = Shared(Gpus(count))
+            _made[gpus] = Shared(Gpus(count, first=gpus.start))
         finally:
             check(driver.cuCtxSetCurrent(before))
-        return _made[count]
+        return _made[gpus]

@@ -50,3 +50,11 @@ def machine(monkeypatch) -> Any:
     from mlp_fakes import fake_machine
 
     return fake_machine(monkeypatch)
+
+
+@pytest.fixture
+def pair(monkeypatch) -> Any:
+    """Two ranks, which are threads, for `ctatune.Mlp.for_rank`."""
+    from rank_fakes import fake_ranks
+
+    return fake_ranks(monkeypatch)

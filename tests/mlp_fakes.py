@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -9,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 import ctatune
-from ctatune import arrays, launch, mlp, placement, shared
+from ctatune import arrays, launch, mlp, placement, ranks, shared
 from ctatune.config import Config
 from ctatune.shared import Shared
 
@@ -43,16 +44,19 @@ class FakeArena:
     """Gives addresses of one space for all GPUs, and counts what it gave."""
 
     given = 0
+    lock = threading.Lock()
     next_address = 1 << 20
     live: ClassVar[set[FakeArena]] = set()
 
     def __init__(self, _gpus: Any) -> None:
         FakeArena.live.add(self)
+        self._closing: list[Any] = []
 
     def alloc(self, _gpu: int, nbytes: int) -> int:
-        FakeArena.given += 1
-        pointer = FakeArena.next_address
-        FakeArena.next_address += -(-max(nbytes, 1) // 4096) * 4096
+        with FakeArena.lock:
+            FakeArena.given += 1
+            pointer = FakeArena.next_address
+            FakeArena.next_address += -(-max(nbytes, 1) // 4096) * 4096
         return pointer
 
     zeros = alloc
@@ -60,7 +64,12 @@ class FakeArena:
     def upload(self, gpu: int, array: Any) -> int:
         return self.alloc(gpu, array.nbytes)
 
+    def on_close(self, action: Any) -> None:
+        self._closing.append(action)
+
     def close(self) -> None:
+        for action in self._closing:
+            action()
         FakeArena.live.discard(self)
 
 
@@ -135,7 +144,8 @@ def fake_machine(monkeypatch: Any) -> Any:
     monkeypatch.setattr(shared, "driver", driver)
     monkeypatch.setattr(shared, "Kernel", FakeKernel)
     monkeypatch.setattr(launch, "tensor_map", as_map)
-    monkeypatch.setattr(placement, "Arena", FakeArena)
+    for module in (placement, ranks):
+        monkeypatch.setattr(module, "Arena", FakeArena)
     FakeArena.live.clear()
     gpus: Any = FakeGpus(2, log)
     whole = Shared(gpus)

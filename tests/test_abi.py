@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ctatune import abi, gpus
-from ctatune.abi import ERROR, PARAMS, RECEIVER_UNIT, SEGMENT_UNIT, STAMPS
+from ctatune.abi import ERROR, PARAMS, RECEIVER_UNIT, SEGMENT_UNIT, STAMPS, Flags
 from ctatune.errors import PipelineTimeoutError
 from ctatune.gpus import LINE_BYTES, Arena, Gpus
 from ctatune.jit import source
@@ -94,6 +94,14 @@ def test_slots_are_packed_with_the_segment_above_the_layer():
     assert first.tolist() == [5 * 65536 + 3 * 256 + PARTIAL, 128, 64, 320]
 
 
+def test_flags_stand_on_lines_of_their_own():
+    flags, size = Flags.at(1 << 20, 3), Flags.nbytes(3)
+    lines = [(flags.panels, 6), (flags.started, MAX_GPUS), (flags.arrived, 1), (flags.calls, 2)]
+    ends = [pointer + count * LINE_BYTES for pointer, count in lines]
+    assert ends == [flags.started, flags.arrived, flags.calls, flags.error]
+    assert flags.error + LINE_BYTES == (1 << 20) + size
+
+
 def test_an_error_record_says_what_was_awaited():
     record = np.array((1, 5, 8, 7), ERROR)
     found: Any = SimpleNamespace(download=lambda *_: record)
@@ -103,6 +111,9 @@ def test_an_error_record_says_what_was_awaited():
         abi.raise_poll_error(found, 1, 0)
     record["code"] = 0
     abi.raise_poll_error(found, 1, 0)
+    record["code"] = 3
+    with pytest.raises(PipelineTimeoutError, match="GPU 5 waited"):
+        abi.raise_poll_error(found, 0, 0, 5)
 
 
 class FakeDriver:

@@ -101,7 +101,7 @@ def test_a_missing_gpu_is_an_error_of_one_line(monkeypatch):
     monkeypatch.setattr(shared, "gpu_count", lambda: 1)
     with pytest.raises(DeviceError, match="2 GPUs are asked for, this machine has 1"):
         made()
-    monkeypatch.setattr(shared, "_made", {4: None, 1: None})
+    monkeypatch.setattr(shared, "_made", {range(4): None, range(1): None})
     with pytest.raises(UsageError, match="this process uses 4 GPUs for an Mlp, not 2"):
         made()
 

@@ -109,6 +109,7 @@ CHOICE = SimpleNamespace(
     shape="300x128x768x520",
     config=Config(up=Tile(m=128, n=192), down=Tile(m=128, n=64), stages=4, d_slabs=3, mix=0.5),
     source="measured",
+    platform="h200",
     note="",
 )
 
