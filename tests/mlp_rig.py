@@ -117,8 +117,8 @@ class Rig:
 
 @contextmanager
 def rigged(bench: Any, sizes: tuple[int, int, int]) -> Iterator[Rig]:
-    if bench.gpus.ranks > 1 and 2 not in shared._made:
-        shared._made[2] = shared.Shared(Gpus(2, ranks=bench.gpus.ranks))
+    if bench.gpus.ranks > 1 and range(2) not in shared._made:
+        shared._made[range(2)] = shared.Shared(Gpus(2, ranks=bench.gpus.ranks))
     with bench.gpus.arena() as arena:
         rig = Rig(bench, arena, sizes)
         with rig.mlp:
