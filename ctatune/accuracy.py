@@ -123,18 +123,19 @@ def outside(some: Sequence[Point], model_file: dict[str, Any]) -> dict[str, Accu
 
 def regrets(held: Sequence[Point], machine: MachineModel) -> list[Regret]:
     """What it costs to run what the estimate ranks first, unmeasured, on held-out shapes of which
-    so many configs were measured that the best one is known."""
+    the whole space was measured, or so much of it that the best config is known."""
     by_problem: dict[Problem, dict[Config, float]] = defaultdict(dict)
     for point in held:
         if isinstance(point.config, Config):
             by_problem[point.problem][point.config] = point.latency_us
     found = []
     for problem, measured in by_problem.items():
-        if len(measured) >= EXPLORED:
-            ranked = [measured[config] for config in rank(problem, machine) if config in measured]
-            over = np.array(ranked[:TOP]) / min(ranked) - 1.0
+        space = rank(problem, machine)
+        ranked = [measured[config] for config in space if config in measured]
+        if len(ranked) >= min(EXPLORED, len(space)):
+            over = [round(us / min(ranked) - 1.0, 6) for us in ranked[:TOP]]
             shape = f"{problem.shape} on {problem.gpus} GPUs"
-            found.append(Regret(shape, len(ranked), float(over[0]), float(over.min())))
+            found.append(Regret(shape, len(ranked), over[0], min(over)))
     return found
 
 

@@ -72,9 +72,9 @@ def streams_of(stream: Any, gpus: range) -> list[int]:
     """Handles of streams on these GPUs: those given, or the caller's current ones."""
     if stream is None:
         return [current_stream(gpu) for gpu in gpus]
-    handles = [int(s) for s in stream] if isinstance(stream, Sequence) else [int(stream)]
-    require_each("stream", handles, len(gpus))
-    return handles
+    given = stream if isinstance(stream, (list, tuple)) else (stream,)
+    require_each("stream", given, len(gpus))
+    return [one if type(one) is int else int(getattr(one, "cuda_stream", one)) for one in given]
 
 
 def require_each(name: str, items: Sequence[Any], gpus: int) -> None:

@@ -26,7 +26,8 @@ Place = tuple[int, tuple[int, ...], "int | None"]  # pointer, shape, GPU: None i
 
 
 class View(NamedTuple):
-    """A dense array in memory. `gpu` is None on the host; `owner` keeps the memory alive."""
+    """A dense array in memory. `gpu` is None on the host; `owner` keeps the memory alive, but for
+    a `GpuArray`: until its Mlp is closed."""
 
     pointer: int
     shape: tuple[int, ...]
@@ -128,7 +129,8 @@ def _of_dlpack(array: Any, name: str, stream: int) -> View:
 
 
 def _of_interface(array: Any, interface: dict[str, Any], name: str) -> View:
-    """The interface does not name the GPU: the driver knows whose memory it is."""
+    """The interface does not name the GPU: the driver knows whose memory it is. Its `stream` is not
+    waited for: the call's is the one that made the array."""
     shape, strides = tuple(interface["shape"]), interface.get("strides")
     bf16 = interface["typestr"] in ("<u2", "<V2", "|V2")
     dense = strides is None or _dense(shape, tuple(strides), BF16_BYTES)
@@ -158,7 +160,8 @@ def _dense(shape: tuple[int, ...], strides: tuple[int, ...], step: int) -> bool:
 class GpuArray:
     """A dense bf16 array on a GPU, in memory that its maker owns: `torch.from_dlpack(y)`.
 
-    Read it on the stream of the call that wrote it. `__cuda_array_interface__` shows the bits.
+    Read it on the stream of the call that wrote it, before the next call and before its Mlp is
+    closed. `__cuda_array_interface__` shows the bits.
     """
 
     def __init__(self, pointer: int, shape: tuple[int, ...], gpu: int, owner: Any) -> None:

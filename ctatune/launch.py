@@ -38,7 +38,7 @@ class Workspace:
     """What schedules whose calls never overlap may share, where other processes may have some GPUs.
 
     `here` are the numbers that a schedule has for the GPUs of this process. `y1` points to room for
-    Y1 on each GPU (two planes of the largest m x h), `error` to a zeroed record on each one here.
+    Y1 on each GPU (two planes, as wide as any schedule's), `error` to a zeroed record on each one here.
     `zeros` gives so many zeroed bytes on each GPU, for as long as the arena is open.
     """
 
@@ -96,16 +96,9 @@ class Mlp:
 
     def _place(self, arena: Arena, workspace: Workspace | None) -> None:
         schedule = self.schedule
-        width = schedule.config.down.n if schedule.reduces else 0
-        ones = abi.bf16_bits(np.eye(width, dtype=np.float32))
-        self._ones, self._slots, self._tiles = {}, {}, {}
-        for i, gpu in enumerate(self._here):
-            self._ones[gpu] = arena.upload(i, ones) if width else 0
-            self._slots[gpu] = schedule.slots(gpu)
-            self._tiles[gpu] = arena.upload(i, self._packed(gpu))
         panels = schedule.panels * len(schedule.arrivals(0))
         nbytes = Flags.nbytes(panels)
-        if workspace:
+        if workspace:  # first what processes do together
             self._y1, lines = workspace.y1, workspace.zeros(arena, nbytes)
         else:
             holders = self._y1_gpus
@@ -113,6 +106,13 @@ class Mlp:
             lines = [arena.zeros(gpu, nbytes) for gpu in self._all]
         self._flags = [Flags.at(pointer, panels) for pointer in lines]
         self._errors = workspace.error if workspace else [own.error for own in self._flags]
+        width = schedule.config.down.n if schedule.reduces else 0
+        ones = abi.bf16_bits(np.eye(width, dtype=np.float32))
+        self._ones, self._slots, self._tiles = {}, {}, {}
+        for i, gpu in enumerate(self._here):
+            self._ones[gpu] = arena.upload(i, ones) if width else 0
+            self._slots[gpu] = schedule.slots(gpu)
+            self._tiles[gpu] = arena.upload(i, self._packed(gpu))
 
     def _packed(self, gpu: int) -> NDArray[np.int32]:
         """The slots of a GPU as the kernel reads them."""

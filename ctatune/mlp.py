@@ -41,7 +41,7 @@ from ctatune.arguments import (
 from ctatune.arrays import View, view
 from ctatune.choice import Choice
 from ctatune.errors import DeviceError, PipelineTimeoutError, UsageError
-from ctatune.placement import Placement
+from ctatune.placement import Key, Placement
 from ctatune.plans import Plan, Plans
 from ctatune.problem import Problem
 from ctatune.ranks import Exchange, OneProcess, Ranks
@@ -87,6 +87,8 @@ class Mlp:
     have no peer access.
     """
 
+    _closed, _failed = True, ""
+
     def __init__(
         self,
         w_up: Any,
@@ -98,12 +100,11 @@ class Mlp:
         db: Path | None = None,
         platform: str | None = None,
     ) -> None:
-        self._closed = True
-        up, down = view(w_up, "w_up"), view(w_down, "w_down")
-        problem = problem_of(up, down, choice, gpus, max_m)
+        views = view(w_up, "w_up"), view(w_down, "w_down")
+        problem = problem_of(*views, choice, gpus, max_m)
         plans = Plans(problem, choice, db, platform)
-        self._begin((up, down), problem, plans, range(problem.gpus), OneProcess(problem.gpus))
-        self._place(up, down)
+        self._begin(views, problem, plans, range(problem.gpus), OneProcess(problem.gpus))
+        self._place(*views)
 
     @classmethod
     def for_rank(  # noqa: PLR0913
@@ -137,25 +138,24 @@ class Mlp:
         Raises: what `Mlp` does, on every rank when one fails; UsageError when ranks do not agree,
         DeviceError when their GPUs do not reach each other; what `exchange` raises.
         """
-        made = cls.__new__(cls)
-        made._closed = True
+        made, views = cls.__new__(cls), []
         ranks, own = Ranks(rank, world, exchange), rank if gpu is None else gpu
         first = ranks.choice(choice)
 
         def begin() -> str:
-            up, down = view(w_up, "w_up"), view(w_down, "w_down")
-            problem = problem_of(up, down, first, world, max_m)
+            views[:] = view(w_up, "w_up"), view(w_down, "w_down")
+            problem = problem_of(*views, first, world, max_m)
             plans = Plans(problem, first, db, platform)
-            made._begin((up, down), problem, plans, range(own, own + 1), ranks)
+            made._begin(views, problem, plans, range(own, own + 1), ranks)
             return problem.shape
 
         ranks.same("the shape with the most tokens", begin)
-        made._place(view(w_up, "w_up"), view(w_down, "w_down"))
+        made._place(*views)
         return made
 
     def _begin(
         self,
-        weights: tuple[View, View],
+        weights: Sequence[View],
         problem: Problem,
         plans: Plans,
         gpus: range,
@@ -166,7 +166,7 @@ class Mlp:
         self._placement = Placement(self._shared, gpus, ranks, problem, plans)
 
     def _place(self, up: View, down: View) -> None:
-        self._failed, self._closed = "", False
+        self._closed = False
         try:
             with self._shared:
                 self._placement.place(up, down)
@@ -174,10 +174,10 @@ class Mlp:
             self.close()
             raise
 
+    @_exclusive
     def plan(self, m: int) -> Plan:
         """The config that runs for m tokens, and how it was chosen."""
-        with self._shared:
-            return self._placement.plan(tokens(m, self.problem))
+        return self._placement.plan(tokens(m, self.problem))
 
     def __call__(self, x: Any, out: Any = None, *, stream: Any = None) -> Any:
         """Y2 of X, enqueued: `out`, or a `GpuArray` that the next call of this object overwrites.
@@ -188,15 +188,17 @@ class Mlp:
         the caller's stream on that GPU, with no copies and no waits of one stream for another;
         then `out`, `stream` and the result are lists too, the same Y2 on each GPU.
 
-        A GPU whose stream comes to a call 2 s after another one's fails it: `check` says so.
+        A GPU whose stream comes to a call 2 s after another one's fails it: `check` says so. A
+        stream must live until the next call, which waits for it if it is on another one.
 
-        A call may be captured into a CUDA graph, after `warm_up`. Replays need this object open,
-        and the caller orders them with other calls of this process, as by one stream for all.
+        A call with X on one GPU may be captured into a CUDA graph, after `warm_up`, in one thread
+        at a time. Replays need this object open, and the caller orders them with other calls of
+        this process, as by one stream for all.
 
         Shapes: x m x k, out m x n; contiguous bf16, aligned to 16 bytes, not overlapping.
         Raises: UsageError before anything is enqueued.
         """
-        if not isinstance(x, list | tuple):
+        if not isinstance(x, (list, tuple)):
             streams = streams_of(stream, self._gpus[:1])
             return self._enqueue([x], [] if out is None else [out], streams, False)[0]
         for name, items in (("x", x), ("out", x if out is None else out)):
@@ -207,34 +209,41 @@ class Mlp:
     def _enqueue(
         self, x: Sequence[Any], out: Sequence[Any], streams: list[int], everywhere: bool
     ) -> Sequence[Any]:
-        if self._failed:
-            raise DeviceError(f"{self._failed}: make a new Mlp, this one lost count")
         at = tuple([view(array, "x", streams[gpu])[:3] for gpu, array in enumerate(x)])
         to = tuple([view(array, "out", streams[gpu])[:3] for gpu, array in enumerate(out)])
         captured = self._shared.capturing(streams)
-        call = self._placement.call((captured, everywhere, tuple(streams), at, to))
+        return out or self._run((captured, everywhere, tuple(streams), at, to))
+
+    def _run(self, key: Key) -> Sequence[Any]:
+        """Enqueue a call; gives Y2 in our own memory."""
+        if self._failed:
+            raise DeviceError(f"{self._failed}: make a new Mlp, this one lost count")
+        call = self._placement.call(key)
         try:
             self._shared.enqueue(call.listed)
-        except DeviceError as error:  # some GPUs may have begun without the others
-            self._failed = "" if captured else str(error)
+        except BaseException as error:  # some GPUs may have begun without the others
+            if not key[0]:
+                self._failed = f"a call was lost ({error or type(error).__name__})"
             raise
-        return out or call.y
+        return call.y
 
     @_exclusive
     def warm_up(self, *numbers: int) -> None:
         """Make these numbers of tokens ready, with one call of each, and wait for it.
 
-        Raises: UsageError when no config can run; CompileError; PipelineTimeoutError.
+        Raises: UsageError when no config can run; CompileError; DeviceError, as when memory is
+        used up; PipelineTimeoutError.
         """
         streams = (int(self._shared.gpus.streams[0].handle),)
         for m in numbers:
             x = self._placement.own_x(tokens(m, self.problem))
-            self._shared.enqueue(self._placement.call((False, False, streams, (x,), ())).listed)
+            self._run((False, False, streams, (x,), ()))
         self.check()
 
     @_exclusive
     def check(self) -> None:
-        """Wait for the last call (not for replays of graphs), and say whether one has failed.
+        """Wait for the last call (not for replays of graphs), and say whether one has failed. No
+        thread of this process enqueues a call meanwhile.
 
         Raises: PipelineTimeoutError when a GPU waited in vain for another one: Y2 of that call and
         of all after it means nothing, and this object takes no more calls.
@@ -247,9 +256,12 @@ class Mlp:
             raise
 
     def close(self) -> None:
-        """Wait for all work on the GPUs and free the memory; graphs that hold calls are void."""
-        if not self._closed:
-            with self._shared:
+        """Wait for all work on the GPUs and free the memory, which nothing else does: outputs of
+        ours and graphs that hold calls are void."""
+        if self._closed:  # perhaps it never came to have GPUs
+            return
+        with self._shared:
+            if not self._closed:
                 self._closed = True
                 self._placement.close()
 

@@ -31,7 +31,7 @@ from ctatune.ranks import OneProcess
 from ctatune.schedule import Columns, build
 from ctatune.shared import Bound, Listed, Shared
 
-SCHEDULES = 256  # numbers of tokens that stay ready: flags and a list of tiles each
+SCHEDULES = 256  # numbers of tokens that stay ready: flags, a list of tiles, perhaps ones, each
 CALLS = 4096  # that stay ready: they differ in their places of X and Y2, or in their streams
 
 # Whether it is captured, whether X lies on every GPU, streams, places of X, places of Y2.
@@ -171,15 +171,22 @@ class Placement:
         problem, config = replace(self._problem, m=m), self.plan(m).config
         self._ranks.same(f"CTAs for {m} tokens", lambda: self._shared.kernel(config).ctas)
         kernel, gpus = self._shared.kernel(config), self._shared.gpus
-        arena = Arena(gpus)
-        placed = launch.Mlp(
-            gpus,
-            arena,
-            build(problem, config, self._plans.division),
-            [self._own],
-            kernel=kernel,
-            workspace=self._workspace,
-        )
+        schedule, arena = build(problem, config, self._plans.division), Arena(gpus)
+        made: list[launch.Mlp] = []
+
+        def place() -> None:
+            made.append(
+                launch.Mlp(
+                    gpus, arena, schedule, [self._own], kernel=kernel, workspace=self._workspace
+                )
+            )
+
+        try:
+            self._ranks.gather(f"a schedule for {m} tokens", place)
+        except BaseException:
+            arena.close()
+            raise
+        (placed,) = made
         own = [self._own.y2[gpu] for gpu in self._ranks.here]
         y = (GpuArray(p, (m, problem.n), g, self) for p, g in zip(own, self._gpus, strict=True))
         return Ready(placed, kernel, arena, tuple(y))
@@ -209,7 +216,7 @@ class Placement:
 
     def close(self) -> None:
         """Wait for everything on the GPUs, and free the memory."""
-        self._shared.drain()
+        self._ranks.gather("the end of all work", self._shared.drain)
         for ready in self._ready.values():
             ready.arena.close()
         self._ready.clear()

@@ -105,7 +105,8 @@ class Ranks(OneProcess):
         self._lost = False
         self._plans: dict[int, Plan] = {}
         self._mapped: list[int] = []
-        self._pieces: dict[int, list[tuple[int, ...]]] = defaultdict(list)  # free, by their size
+        self._blocks = 0  # that pieces were made of
+        self._pieces: dict[int, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)  # by size
 
     def gather(self, what: str, make: Callable[[], Any]) -> list[Any]:
         try:
@@ -221,17 +222,18 @@ class Ranks(OneProcess):
         size = max(_PIECE_BYTES, 1 << (nbytes - 1).bit_length())
         free = self._pieces[size]
         if not free:
-            whole = max(BLOCK_BYTES, size)
+            whole, self._blocks = max(BLOCK_BYTES, size), self._blocks + 1
             block = self.memory("flags", [whole] * self._world)
-            free += [tuple(p + at for p in block) for at in range(0, whole, size)]
-        piece = free.pop()
-        arena.on_close(lambda: free.append(piece))
+            for at in range(0, whole, size):
+                free.append((f"{self._blocks} + {at}", tuple(p + at for p in block)))
+        name, piece = free.pop()
+        arena.on_close(lambda: free.append((name, piece)))
 
         def zero() -> None:
             self._gpus.fill(0, piece[self._rank], 0, size)
             self._gpus.wait(0)
 
-        self.gather("flags, zeroed", zero)
+        self.gather(f"flags {name}, zeroed", zero)
         return piece
 
     def ends(self, out: tuple[int, ...], own: tuple[int, ...], nbytes: int) -> Ends:

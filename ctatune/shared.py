@@ -32,7 +32,7 @@ from ctatune.telemetry import gpu_count
 
 _PULL_THREADS = 512
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
-_ACTIVE = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
+_NOT_CAPTURED = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 
 
 _Step = tuple[Callable[..., Any], tuple[Any, ...]]  # a call of the driver
@@ -104,14 +104,17 @@ class Shared:
         return self._kernels[key]
 
     def capturing(self, streams: Sequence[int]) -> bool:
-        """Whether these streams are being captured.
+        """Whether the stream of a call is being captured.
 
-        Raises: UsageError when only some are.
+        Raises: UsageError when the call has streams on several GPUs: replays of one stream would
+        not be ordered with calls on the others.
         """
-        found = [s != 0 and check(driver.cuStreamIsCapturing(s)) is _ACTIVE for s in streams]
-        if found.count(found[0]) != len(found):
-            raise UsageError("the streams of all GPUs must take part in a capture, or none")
-        return found[0]
+        for stream in streams:
+            if stream and driver.cuStreamIsCapturing(stream)[1] is not _NOT_CAPTURED:
+                if len(streams) > 1:
+                    raise UsageError("a call with X on each GPU of a process cannot be captured")
+                return True
+        return False
 
     def listed(
         self, bound: Bound, streams: Sequence[int], *, everywhere: bool, captured: bool
@@ -136,16 +139,15 @@ class Shared:
             if last in (None, stream):
                 continue
             self.gpus.use(gpu)
-            if last == self._eager.streams[gpu]:  # those of callers are told each time: they go
-                check(driver.cuEventRecord(self._eager.ended[gpu], last))
             check(driver.cuStreamWaitEvent(stream, self._eager.ended[gpu], 0))
         self._last = streams
 
     def _spread(self, bound: Bound, streams: Sequence[int], captured: bool) -> Iterator[_Step]:
-        """When the kernel of GPU 0 has ended, every GPU has read all that it reads (mlp.py): the
-        stream of GPU 0 waits for no other one, but a capture has to end where it began."""
+        """The stream of GPU 0 waits for the others' kernels to end: a replay may come next, whose
+        kernels begin on all GPUs when that stream says so."""
         lanes, others = self._captured if captured else self._eager, range(1, len(self.gpus))
         (stream,) = streams
+        yield self._use(0)
         if others:
             yield driver.cuEventRecord, (lanes.begun, _stream(stream))
         for gpu in others:
@@ -154,11 +156,10 @@ class Shared:
             yield driver.cuStreamWaitEvent, (_stream(here), lanes.begun, 0)
             yield driver.cuLaunchKernelEx, (self._pull_on(here), self._pull, words.address, 0)
             yield from self._part(bound, gpu, here, captured)
-            if captured:
-                yield driver.cuEventRecord, (lanes.ended[gpu], _stream(here))
+            yield driver.cuEventRecord, (lanes.ended[gpu], _stream(here))
         yield self._use(0)
         yield from self._part(bound, 0, stream, captured)
-        for gpu in others if captured else ():
+        for gpu in others:
             yield driver.cuStreamWaitEvent, (_stream(stream), lanes.ended[gpu], 0)
         if not captured:
             yield driver.cuEventRecord, (lanes.ended[0], _stream(stream))

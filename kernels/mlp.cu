@@ -278,7 +278,6 @@ struct Loader {
   Params const& p;
   char* ring;
   Barriers& bars;
-  bool leader;
   Rings rings;
   uint32_t epoch = 0;
   bool started = false;                     // may read what the kernel before this one made
@@ -293,7 +292,8 @@ struct Loader {
   template <bool kIsUp>
   __device__ void arm(StageRing<kIsUp> const& r, int bytes) {
     Barrier::wait(&bars.empty[kRing<kIsUp>][r.slot], r.phase ^ 1);
-    if (leader) TransactionBarrier::arrive_and_expect_tx(&bars.full[kRing<kIsUp>][r.slot], bytes);
+    if (elect_one_sync())
+      TransactionBarrier::arrive_and_expect_tx(&bars.full[kRing<kIsUp>][r.slot], bytes);
   }
 
   template <bool kIsUp>
@@ -311,7 +311,7 @@ struct Loader {
     using Tile = Layer<kIsUp>;
     uint64_t* full = &bars.full[kRing<kIsUp>][r.slot];
     char* to = stage<kIsUp>(r) + Tile::kABytes;
-    if (!leader) return;
+    if (!elect_one_sync()) return;
     if constexpr (kMulticast) {
       int const half = block_rank_in_cluster() * (Tile::kN / 2);
       SM90_TMA_LOAD_MULTICAST_2D::copy(run.weights, full, uint16_t(3), kKeep,
@@ -348,7 +348,7 @@ struct Loader {
         arm<true>(at, bytes);
         load_weights<true>(at, run, kb);
       }
-      if (leader)
+      if (elect_one_sync())
         SM90_TMA_LOAD_2D::copy(&p.x, &bars.full[0][at.slot], kKeep, stage<true>(at), kb * kTileK,
                                tile.y);
     }
@@ -377,14 +377,14 @@ struct Loader {
       ahead = weights_ahead<false>(at, run, bytes);
       for (int panel = begin; panel < end; ++panel) await(panel, run.flag);
     }
-    if (first && leader) stamp(p, i, kPanelReady);
+    if (first) stamp(p, i, kPanelReady);
     fence_async_proxy();                    // the acquire above orders the TMA loads below
     for (int kb = run.blocks.begin; kb < run.blocks.end; ++kb, at.advance()) {
       if (kb >= ahead) {
         arm<false>(at, bytes);
         load_weights<false>(at, run, kb);
       }
-      if (leader)
+      if (elect_one_sync())
         SM90_TMA_LOAD_3D::copy(&p.y1, &bars.full[kRing<false>][at.slot], kKeep, stage<false>(at),
                                run.a + kb * kTileK, tile.y, epoch & p.y1_parity);
     }
@@ -418,12 +418,14 @@ struct Loader {
   }
 
   __device__ void run() {
-    if (p.y1_outs > 0) { prefetch_map(p.x); prefetch_map(p.w_up); }
-    if (kReduce || p.y2_outs > 0) { prefetch_map(p.w_down); prefetch_map(p.y1); }
-    if constexpr (kReduce) prefetch_map(p.ones);
+    if (elect_one_sync()) {
+      if (p.y1_outs > 0) { prefetch_map(p.x); prefetch_map(p.w_up); }
+      if (kReduce || p.y2_outs > 0) { prefetch_map(p.w_down); prefetch_map(p.y1); }
+      if constexpr (kReduce) prefetch_map(p.ones);
+    }
     for (int i = blockIdx.x; i < p.tile_count; i += gridDim.x) {
       int4 const tile = p.tiles[i];
-      if (leader) stamp(p, i, kLoadStarts);
+      stamp(p, i, kLoadStarts);
       int const layer = layer_of(tile);
       if (layer == kUpTile) up(tile, i % kUpSplit);
       else if (layer < kNoTile) down(tile, i % kDownSplit, i);
@@ -437,13 +439,12 @@ struct Storer {
   Params const& p;
   char* slabs;
   Barriers& bars;
-  bool leader;
   Ring<kSlabs> at, to_free;
   uint32_t epoch = 0;
   bool y1_open = false, y2_open = false;    // destinations were seen ready for this call
 
   __device__ void free_slab() {
-    if (leader) Barrier::arrive(&bars.d_empty[to_free.slot]);
+    if (elect_one_sync()) Barrier::arrive(&bars.d_empty[to_free.slot]);
     to_free.advance();
   }
 
@@ -458,7 +459,7 @@ struct Storer {
   __device__ void issue(int4 tile, int part, int slab, int slot, int first, int last) {
     using Tile = Layer<kIsUp>;
     int const row = part * Tile::kOutRows;  // of the tile, the first that this CTA owns
-    if (!leader || row >= Tile::kRows || tile.y + row >= p.m) return;
+    if (!elect_one_sync() || row >= Tile::kRows || tile.y + row >= p.m) return;
     void const* from = slabs + slot * kSlabBytes;
     bool const partial = is_partial(tile);
     for (int d = first; d < last; ++d) {
@@ -473,7 +474,7 @@ struct Storer {
 
   // Adds 1 to the panel counter of destinations [first, last). Called when the stores are visible.
   __device__ void tell(int4 tile, int first, int last) {
-    if (!leader) return;
+    if (!elect_one_sync()) return;
     fence_async_proxy();
     int const panel = tile.y / kUpM;
     int const segment = segment_of(tile) + (is_partial(tile) ? p.segment_count : 0);
@@ -540,18 +541,20 @@ struct Storer {
   __device__ void run() {
     wait_for_previous();
     epoch = p.calls[0];
-    if (blockIdx.x == 0 && leader) {
+    if (blockIdx.x == 0 && elect_one_sync()) {
       fence_system();
       for (int d = 0; d < p.peers; ++d) add_relaxed(p.started_out[d], 1);
     }
     int const y1_gpus = kReduce ? p.peers : p.y1_outs;
-    for (int d = 0; d < y1_gpus; ++d) prefetch_map(p.y1_out[d]);
-    for (int d = 0; d < p.y2_outs; ++d) prefetch_map(p.y2_out[d]);
+    if (elect_one_sync()) {
+      for (int d = 0; d < y1_gpus; ++d) prefetch_map(p.y1_out[d]);
+      for (int d = 0; d < p.y2_outs; ++d) prefetch_map(p.y2_out[d]);
+    }
     if constexpr (kDirect) {
       open(y1_gpus, p.y1_gpu, epoch);
-      if (leader) Barrier::arrive(&bars.open[0]);
+      if (elect_one_sync()) Barrier::arrive(&bars.open[0]);
       open(p.y2_outs, p.y2_gpu, epoch + 1);
-      if (leader) Barrier::arrive(&bars.open[1]);
+      if (elect_one_sync()) Barrier::arrive(&bars.open[1]);
       y1_open = y2_open = true;
     }
     for (int i = blockIdx.x; i < p.tile_count; i += gridDim.x) {
@@ -560,7 +563,7 @@ struct Storer {
       if (layer == kNoTile) continue;
       bool const last = i + gridDim.x >= p.tile_count;
       Barrier::wait(&bars.d_full[at.slot], at.phase);
-      if (leader) stamp(p, i, kStoreStarts);
+      stamp(p, i, kStoreStarts);
       if constexpr (!kDirect) {
         if (layer == kDownTile) {
           if (!y2_open) open(p.y2_outs, p.y2_gpu, epoch + 1);
@@ -577,14 +580,15 @@ struct Storer {
         if constexpr (kDirect) tell_stored<false>(tile);
         else store<false>(tile, i % kDownSplit, last);
       }
-      if (leader) stamp(p, i, kStored);
+      stamp(p, i, kStored);
     }
     // A CTA without a tile of `down` must not count for a call that the receiver has not begun.
     if (!y2_open && p.arrived_outs > 0) open(p.y2_outs, p.y2_gpu, epoch + 1);
     drain();
     fence_async_proxy();
     if (p.arrived_outs > 0) fence_system();
-    for (int d = 0; leader && d < p.arrived_outs; ++d) add_relaxed(p.arrived_out[d], 1);
+    if (elect_one_sync())
+      for (int d = 0; d < p.arrived_outs; ++d) add_relaxed(p.arrived_out[d], 1);
     if (blockIdx.x == 0 && p.arrivals > 0)  // what peers send to this GPU has arrived too
       poll(p.arrived, (epoch + 1) * p.arrivals, p, kArrivedPoll, 0);
   }
@@ -940,12 +944,12 @@ void mlp(__grid_constant__ Params const p) {
 
   if (warp < 4) {
     if constexpr (kMathGroups > 1) cutlass::arch::warpgroup_reg_dealloc<40>();
-    // All lanes walk the list together, and one of them acts. A lane that walked alone would, when
-    // it sleeps at a barrier, let the others go on to what follows, where they write to uniform
-    // registers of the warp that a TMA instruction has yet to read (docs/decisions.md).
-    bool const leader = elect_one_sync();
-    if (warp == 0) Loader{p, ring, bars, leader}.run();
-    if (warp == 1) Storer{p, slabs, bars, leader}.run();
+    // All lanes walk the list together; `elect_one_sync` brings them together after each wait and
+    // lets one act. A lane that walked alone would, when it sleeps at a barrier, let the others go
+    // on to what follows, where they write to uniform registers of the warp that a TMA instruction
+    // has yet to read (docs/decisions.md). So nothing that waits may stand where one lane acts.
+    if (warp == 0) Loader{p, ring, bars}.run();
+    if (warp == 1) Storer{p, slabs, bars}.run();
   } else {
     if constexpr (kMathGroups > 1) cutlass::arch::warpgroup_reg_alloc<232>();
     int const group = __shfl_sync(~0u, warp / 4 - 1, 0);
