@@ -22,7 +22,7 @@ from ctatune import race
 from ctatune.computed import rank
 from ctatune.config import Config
 from ctatune.fit import LIMITS, Point, Predict, beyond, fitted, log_errors, ours
-from ctatune.latency import estimate, roofline_us
+from ctatune.latency import estimate
 from ctatune.machine_model import MachineModel, family
 from ctatune.problem import Problem
 from ctatune.simulate import simulate
@@ -195,7 +195,7 @@ def _cells(name: str, value: Accuracy) -> tuple[str, ...]:
 def _over_roofline(point: Point, machine: MachineModel) -> float:
     """Log of measured latency over the roofline of the GPUs that a method uses."""
     gpus = 1 if point.config.method == "single" else point.problem.gpus
-    return math.log(point.latency_us / roofline_us(point.problem, machine, gpus))
+    return math.log(point.latency_us / machine.roofline_us(point.problem, gpus))
 
 
 def _roofline_errors(

@@ -81,15 +81,6 @@ def _reduced_us(
     return max(end_us, here_us) + ones_us
 
 
-def roofline_us(problem: Problem, machine: MachineModel, gpus: int) -> float:
-    """Time that no method on `gpus` GPUs can beat: peak arithmetic, and reading every weight once.
-
-    A measurement below this is a timing fault.
-    """
-    flops_us = problem.flops / (gpus * machine.peak_tflops) * 1e-6
-    return max(flops_us, problem.weight_bytes / (gpus * machine.peak_hbm_gbps) * 1e-3)
-
-
 def gpu_parts(problem: Problem, config: Config, machine: MachineModel) -> list[Parts]:
     """The parts of both layers on each GPU, at the clocks that the power limit leaves; GPUs that
     do the same share the objects."""
@@ -259,7 +250,8 @@ def _end_us(
             rest_us = max(sent_us, first_us + (y1_panel + 1) * row_in_us) + machine.flag_us
             ready_us = max(ready_us, rest_us - own_part_us)
         left = down.work.tiles - _indices(down.work, panel)[0]
-        end_us = max(end_us, ready_us + _span_us(down, left) - down.ahead_us)
+        ahead_us = down.time.ahead_us(min(left, down.work.ctas))
+        end_us = max(end_us, ready_us + _span_us(down, left) - ahead_us)
     return end_us + machine.local_store_us(down.work.tile_bytes)
 
 

@@ -38,8 +38,8 @@ class Workspace:
     """What schedules whose calls never overlap may share, where other processes may have some GPUs.
 
     `here` are the numbers that a schedule has for the GPUs of this process. `y1` points to room for
-    Y1 on each GPU (two planes, as wide as any schedule's), `error` to a zeroed record on each one here.
-    `zeros` gives so many zeroed bytes on each GPU, for as long as the arena is open.
+    Y1 on each GPU (two planes, as wide as any schedule's), `error` to a zeroed record on each one
+    here. `zeros` gives so many zeroed bytes on each GPU, for as long as the arena is open.
     """
 
     here: Sequence[int]

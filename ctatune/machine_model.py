@@ -102,6 +102,12 @@ class MachineModel:
         """The log error to expect: more outside of what was measured."""
         return log_sigma * (1.0 if self.covers(problem) else _OUTSIDE)
 
+    def roofline_us(self, problem: Problem, gpus: int) -> float:
+        """Time that no method on `gpus` GPUs can beat: peak arithmetic, and reading every weight
+        once. A measurement below this is a timing fault."""
+        flops_us = problem.flops / (gpus * self.peak_tflops) * 1e-6
+        return max(flops_us, problem.weight_bytes / (gpus * self.peak_hbm_gbps) * 1e-3)
+
     def clock(self, full_pj: float, full_us: float) -> float:
         """Part of the full clock that the power limit leaves a GPU in a call that would take so
         much energy and time at the full clock."""

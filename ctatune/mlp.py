@@ -56,8 +56,7 @@ def _exclusive(method: _Method) -> _Method:
     @wraps(method)
     def guarded(self: Mlp, *args: Any, **named: Any) -> Any:
         with self._shared:
-            if self._closed:
-                raise UsageError("this Mlp is closed")
+            self._require_open()
             return method(self, *args, **named)
 
     return guarded  # pyright: ignore[reportReturnType]
@@ -138,13 +137,14 @@ class Mlp:
         Raises: what `Mlp` does, on every rank when one fails; UsageError when ranks do not agree,
         DeviceError when their GPUs do not reach each other; what `exchange` raises.
         """
-        made, views = cls.__new__(cls), []
+        made, views = cls.__new__(cls), list[View]()
         ranks, own = Ranks(rank, world, exchange), rank if gpu is None else gpu
         first = ranks.choice(choice)
 
         def begin() -> str:
-            views[:] = view(w_up, "w_up"), view(w_down, "w_down")
-            problem = problem_of(*views, first, world, max_m)
+            up, down = view(w_up, "w_up"), view(w_down, "w_down")
+            views[:] = up, down
+            problem = problem_of(up, down, first, world, max_m)
             plans = Plans(problem, first, db, platform)
             made._begin(views, problem, plans, range(own, own + 1), ranks)
             return problem.shape
@@ -205,14 +205,20 @@ class Mlp:
             require_each(name, items, len(self._gpus))
         return list(self._enqueue(x, out or [], streams_of(stream, self._gpus), True))
 
-    @_exclusive
     def _enqueue(
         self, x: Sequence[Any], out: Sequence[Any], streams: list[int], everywhere: bool
     ) -> Sequence[Any]:
-        at = tuple([view(array, "x", streams[gpu])[:3] for gpu, array in enumerate(x)])
-        to = tuple([view(array, "out", streams[gpu])[:3] for gpu, array in enumerate(out)])
-        captured = self._shared.capturing(streams)
-        return out or self._run((captured, everywhere, tuple(streams), at, to))
+        with self._shared:
+            self._require_open()
+            at = tuple([view(array, "x", streams[gpu])[:3] for gpu, array in enumerate(x)])
+            to = tuple([view(array, "out", streams[gpu])[:3] for gpu, array in enumerate(out)])
+            captured = self._shared.capturing(streams)
+            y = self._run((captured, everywhere, tuple(streams), at, to))
+        return out or y
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise UsageError("this Mlp is closed")
 
     def _run(self, key: Key) -> Sequence[Any]:
         """Enqueue a call; gives Y2 in our own memory."""

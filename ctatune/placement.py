@@ -216,10 +216,9 @@ class Placement:
 
     def close(self) -> None:
         """Wait for everything on the GPUs, and free the memory."""
-        self._ranks.gather("the end of all work", self._shared.drain)
+        self._ranks.leave(self._shared.drain)
         for ready in self._ready.values():
             ready.arena.close()
         self._ready.clear()
         self._calls.clear()
         self._arena.close()
-        self._ranks.leave()

@@ -84,8 +84,9 @@ class OneProcess:
         del nbytes
         return out + own[len(out) :], ()
 
-    def leave(self) -> None:
-        """Free the memory, when all GPUs of this process are idle."""
+    def leave(self, drain: Callable[[], None]) -> None:
+        """Wait for the GPUs of this process, and free the memory."""
+        drain()
         self._arena.close()
 
 
@@ -240,10 +241,12 @@ class Ranks(OneProcess):
         """Peers store only into memory that is shared: `out` gets a copy."""
         return own, tuple((to, own[self._rank], nbytes) for to in out)
 
-    def leave(self) -> None:
+    def leave(self, drain: Callable[[], None]) -> None:
         """Free what is shared when nobody uses it any more, nor has it mapped."""
-        if not self._lost:
-            self.gather("closing", lambda: None)
+        if self._lost:
+            drain()
+        else:
+            self.gather("closing", drain)
         self._gpus.use(0)
         while self._mapped:
             check(driver.cuIpcCloseMemHandle(self._mapped.pop()))

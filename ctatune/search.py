@@ -125,7 +125,7 @@ class Hardware:
 
     def _keep(self, config: AnyConfig, measured: Measurement) -> Measurement:
         gpus = 1 if config.method == "single" else self._problem.gpus
-        bound_us = latency.roofline_us(self._problem, self._machine, gpus)
+        bound_us = self._machine.roofline_us(self._problem, gpus)
         if measured.outcome == "ok" and (measured.latency_us or 0.0) < bound_us:
             detail = f"timing fault: {measured.latency_us} us, the roofline is {bound_us:.1f} us"
             measured = replace(measured, outcome="wrong", detail=detail)

@@ -101,6 +101,10 @@ class _Simulation:
             [(part.tile_us, part.time.us(part.work.tiles % self.ctas)) for part in gpu]
             for gpu in self.parts
         ]
+        self.ahead_us = [
+            (down.ahead_us, down.time.ahead_us(down.work.tiles % self.ctas))
+            for _, down in self.parts
+        ]
         # What a segment, or what another GPU summed over it, takes of the time of a `down` tile.
         widest = max(columns.width for columns in schedule.segments)
         whole = widest if schedule.reduces else problem.h
@@ -184,7 +188,7 @@ class _Simulation:
                     return
                 wait_us = max(wait_us, arrivals.complete_us - cta.now_us)
             part_us = self.parts_of_sum[segment] * tile_us
-            ahead_us = min(self.parts[cta.gpu][DOWN].ahead_us, wait_us, part_us)
+            ahead_us = min(self.ahead_us[cta.gpu][last], wait_us, part_us)
             if not cta.summed:
                 cta.started_us += wait_us
             cta.now_us += wait_us + part_us - ahead_us

@@ -16,6 +16,7 @@ from ctatune.shared import Shared
 
 K, H, N, MOST = 128, 768, 512, 600
 W_UP, W_DOWN = np.zeros((H, K), np.uint16), np.zeros((N, H), np.uint16)
+ACTIVE = shared.driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
 X, OUT = 1 << 40, 2 << 40  # where callers have theirs
 NO_DB = Path("/nonexistent/ctatune.db")
 
@@ -140,7 +141,7 @@ class OnGpu:
 def fake_machine(monkeypatch: Any) -> Any:
     """Two fake GPUs and the log of what is enqueued on them."""
     log: list[tuple[Any, ...]] = []
-    driver = FakeDriver(shared.driver, log, cuStreamIsCapturing=0)
+    driver = FakeDriver(shared.driver, log, cuStreamIsCapturing=shared._NOT_CAPTURED)
     monkeypatch.setattr(shared, "driver", driver)
     monkeypatch.setattr(shared, "Kernel", FakeKernel)
     monkeypatch.setattr(launch, "tensor_map", as_map)

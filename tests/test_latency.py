@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctatune.config import Baseline, Config, Tile
-from ctatune.latency import estimate, roofline_us
+from ctatune.latency import estimate
 from ctatune.limits import default_split
 from ctatune.problem import OUTPUTS, Output, Problem
 from ctatune.simulate import simulate
@@ -57,7 +57,7 @@ def tolerance(m: int) -> float:
 def test_mix_1_is_near_the_design(predict, output: Output, m: int, measured_us: float) -> None:
     predicted = predict(square(m, output), config(m), MACHINE)
     assert predicted.latency_us == pytest.approx(measured_us, rel=tolerance(m))
-    assert measured_us > roofline_us(square(m), MACHINE, 2)
+    assert measured_us > MACHINE.roofline_us(square(m), 2)
 
 
 @pytest.mark.parametrize("predict", [estimate, simulate])
@@ -116,10 +116,10 @@ def test_estimate_is_above_the_roofline(case: tuple[Problem, Config]) -> None:
     problem, chosen = case
     predicted = estimate(problem, chosen, MACHINE)
     assert math.isfinite(predicted.latency_us)
-    assert predicted.latency_us > roofline_us(problem, MACHINE, problem.gpus)
+    assert predicted.latency_us > MACHINE.roofline_us(problem, problem.gpus)
     low_us, high_us = predicted.interval_us
     assert low_us < predicted.latency_us < high_us
-    assert estimate(problem, ONE, MACHINE).latency_us > roofline_us(problem, MACHINE, 1)
+    assert estimate(problem, ONE, MACHINE).latency_us > MACHINE.roofline_us(problem, 1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -164,9 +164,9 @@ def test_both_wait_for_the_port_of_a_receiver() -> None:
 
 def test_roofline_known_values() -> None:
     """4*4096*8192^2 flops at 2 x 1070 TFLOP/s, or 268 MB at 4.8 TB/s."""
-    assert roofline_us(square(4096), MACHINE, 2) == pytest.approx(513.8, abs=0.1)
-    assert roofline_us(square(1), MACHINE, 1) == pytest.approx(55.92, abs=0.01)
-    assert roofline_us(square(1), MACHINE, 2) == pytest.approx(27.96, abs=0.01)
+    assert MACHINE.roofline_us(square(4096), 2) == pytest.approx(513.8, abs=0.1)
+    assert MACHINE.roofline_us(square(1), 1) == pytest.approx(55.92, abs=0.01)
+    assert MACHINE.roofline_us(square(1), 2) == pytest.approx(27.96, abs=0.01)
 
 
 def test_pipeline_fill_costs_most_for_few_panels() -> None:

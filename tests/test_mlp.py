@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from mlp_fakes import (
+    ACTIVE,
     NO_DB,
     OUT,
     W_DOWN,
@@ -64,13 +66,15 @@ def test_each_gpu_gets_its_columns_of_w_down_where_y2_is_summed_over_gpus(machin
 def test_x_on_one_gpu_is_one_piece_of_work_on_the_callers_stream(machine):
     it = made()
     it(x_of(), stream=7)
-    begun, ended0, _ = events(machine)
+    begun, ended0, ended1 = events(machine)
     assert call(machine, it, x_of(), stream=7) == [
         (f"record {begun}", 7),
         (f"wait {begun}", 101),
         ("pull", 101),
         ("mlp early", 101),
+        (f"record {ended1}", 101),
         ("mlp early", 7),
+        (f"wait {ended1}", 7),
         (f"record {ended0}", 7),
     ]
 
@@ -94,8 +98,8 @@ def test_a_call_on_another_stream_waits_for_the_one_before_on_each_gpu(machine):
     _, ended0, ended1 = events(machine)
     assert call(machine, second, x_of(), stream=9)[0] == (f"wait {ended0}", 9)
     found = call(machine, first, [x_of(gpu=0), x_of(gpu=1)], stream=[9, 8])
-    assert found[:2] == [(f"record {ended1}", 101), (f"wait {ended1}", 8)]
-    assert (found[2], found[4]) == (("mlp early", 9), ("mlp early", 8))
+    assert found[:2] == [(f"wait {ended1}", 8), ("mlp early", 9)]
+    assert found[3] == ("mlp early", 8)
     found = call(machine, first, x_of(), stream=9)
     assert found[:2] == [(f"wait {ended1}", 101), (f"record {events(machine)[0]}", 9)]
 
@@ -103,7 +107,7 @@ def test_a_call_on_another_stream_waits_for_the_one_before_on_each_gpu(machine):
 def test_a_captured_call_takes_streams_and_events_of_its_own(machine):
     it = made()
     it.warm_up(64)
-    machine.driver.answers["cuStreamIsCapturing"] = shared._ACTIVE
+    machine.driver.answers["cuStreamIsCapturing"] = ACTIVE
     begun, _, ended1 = events(machine, captured=True)
     last = list(machine.shared._last)
     assert call(machine, it, x_of(), stream=7) == [
@@ -121,16 +125,48 @@ def test_a_captured_call_takes_streams_and_events_of_its_own(machine):
         it(x_of(65), stream=7)
 
 
-def test_a_capture_of_one_gpu_alone_is_refused(machine, monkeypatch):
+@pytest.mark.parametrize("status", ["ACTIVE", "INVALIDATED"])
+def test_a_capture_of_a_call_on_several_streams_is_refused(machine, status):
     it = made()
-    active = shared._ACTIVE
-    asked = iter([active, 0])
-    monkeypatch.setattr(
-        machine.driver, "cuStreamIsCapturing", lambda _: (active.__class__(0), next(asked)), False
-    )
-    monkeypatch.setattr(shared, "check", lambda result: result[-1])
-    with pytest.raises(UsageError, match="all GPUs must take part in a capture, or none"):
+    found = f"CU_STREAM_CAPTURE_STATUS_{status}"
+    machine.driver.answers["cuStreamIsCapturing"] = getattr(type(ACTIVE), found)
+    with pytest.raises(UsageError, match="a call with X on each GPU of a process cannot be capt"):
         it([x_of(gpu=0), x_of(gpu=1)], stream=[7, 8])
+
+
+def test_the_default_stream_is_that_of_gpu_0(machine):
+    it = made()
+    it([x_of(gpu=0), x_of(gpu=1)], stream=[7, 8])  # the last one that used a GPU used GPU 1
+    machine.log.clear()
+    it(x_of(), stream=0)
+    names = [name for name, *_ in machine.log]
+    first = names.index("cuEventRecord")
+    assert machine.log[first - 1] == ("cuCtxSetCurrent", machine.shared._contexts[0])
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_build_that_fails_leaves_nothing_behind(monkeypatch):
+    it = made()
+    it(x_of(), stream=7)
+    live = len(FakeArena.live)
+
+    def broken(*_: Any) -> Any:
+        raise DeviceError("no memory left")
+
+    monkeypatch.setattr(FakeArena, "upload", broken)
+    for _ in range(3):
+        with pytest.raises(DeviceError, match="no memory left"):
+            it(x_of(65), stream=7)
+    assert len(FakeArena.live) == live
+    assert it(x_of(), stream=7).shape == (64, N)
+
+
+@pytest.mark.usefixtures("machine")
+def test_streams_of_torch_are_taken():
+    it = made()
+    stream = SimpleNamespace(cuda_stream=7)
+    y = it(x_of(), stream=stream)
+    assert it(x_of(), stream=7) is y
 
 
 def test_blocks_lead_to_the_callers_x_and_y2_and_to_our_own_elsewhere(machine):
@@ -193,11 +229,11 @@ def test_an_output_is_ours_until_the_next_call_or_the_callers():
 def test_what_was_not_used_for_longest_is_freed_unless_a_graph_needs_it(machine, monkeypatch):
     monkeypatch.setattr(placement, "SCHEDULES", 4)
     it = made()
-    machine.driver.answers["cuStreamIsCapturing"] = 0
+    machine.driver.answers["cuStreamIsCapturing"] = shared._NOT_CAPTURED
     it.warm_up(1, 2, 3)
-    machine.driver.answers["cuStreamIsCapturing"] = shared._ACTIVE
+    machine.driver.answers["cuStreamIsCapturing"] = ACTIVE
     it(x_of(1), stream=7)
-    machine.driver.answers["cuStreamIsCapturing"] = 0
+    machine.driver.answers["cuStreamIsCapturing"] = shared._NOT_CAPTURED
     live = len(FakeArena.live)
     for m in (2, *range(4, 20), 2):
         it(x_of(m), stream=7)
@@ -225,8 +261,9 @@ def test_a_timeout_is_said_by_check_and_ends_the_object(machine):
     machine.gpus.error = 2
     with pytest.raises(PipelineTimeoutError, match="GPU 0 waited more than 2 s"):
         it.check()
-    with pytest.raises(DeviceError, match=r"GPU 0 waited .* make a new Mlp"):
-        it(x_of(), stream=7)
+    for again in (lambda: it(x_of(), stream=7), lambda: it.warm_up(64)):
+        with pytest.raises(DeviceError, match=r"GPU 0 waited .* make a new Mlp"):
+            again()
     it.close()
 
 
@@ -238,8 +275,9 @@ def test_a_closed_object_is_free_and_takes_no_calls(machine):
     machine.log.clear()
     it.close()
     assert machine.log == []
-    with pytest.raises(UsageError, match="this Mlp is closed"):
-        it(x_of(), stream=7)
+    for use in (lambda: it(x_of(), stream=7), lambda: it.plan(64)):
+        with pytest.raises(UsageError, match="this Mlp is closed"):
+            use()
 
 
 def test_the_callers_gpu_stays_current(machine):

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mlp_fakes import (
+    ACTIVE,
     OUT,
     W_DOWN,
     W_UP,
@@ -23,7 +24,6 @@ from mlp_fakes import (
 )
 from rank_fakes import both, choice_of, seen_by, times
 
-from ctatune import shared
 from ctatune.abi import PARAMS
 from ctatune.errors import PipelineTimeoutError, UsageError
 
@@ -125,7 +125,7 @@ def test_y2_is_copied_out_after_the_kernel_and_before_the_next_call(pair):
 def test_a_captured_call_is_a_kernel_and_a_copy(pair):
     mlps = pair.made()
     pair.each(lambda rank: mlps[rank].warm_up(64))
-    pair.driver.answers["cuStreamIsCapturing"] = shared._ACTIVE
+    pair.driver.answers["cuStreamIsCapturing"] = ACTIVE
     pair.log.clear()
     held = pair.meeting.held
     pair.call(mlps, out=True)

@@ -14,7 +14,7 @@ from test_latency import cases
 
 from ctatune.config import Config, Tile
 from ctatune.errors import ScheduleError
-from ctatune.latency import gpu_parts, roofline_us
+from ctatune.latency import gpu_parts
 from ctatune.limits import default_split, resident_ctas
 from ctatune.machine_model import MachineModel
 from ctatune.problem import Output, Problem
@@ -150,7 +150,7 @@ def test_a_timeline_obeys_the_schedule(case) -> None:
     for tile in timeline.tiles:
         assert tile.start_us < tile.end_us <= timeline.total_us
     check_waits(schedule, timeline)
-    assert timeline.total_us > roofline_us(problem, MACHINE, problem.gpus)
+    assert timeline.total_us > MACHINE.roofline_us(problem, problem.gpus)
 
 
 def check_waits(schedule: Schedule, timeline: Timeline) -> None:
@@ -242,4 +242,4 @@ def test_eight_gpus_in_time(output: Output) -> None:
     four = simulate(
         replace(problem, gpus=4), replace(config, stage_split=(2, 2)), MACHINE.for_gpus(4)
     ).latency_us
-    assert roofline_us(problem, MACHINE, 8) < eight < four
+    assert MACHINE.roofline_us(problem, 8) < eight < four
