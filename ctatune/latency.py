@@ -21,7 +21,7 @@ from ctatune.records import Platform, Prediction
 from ctatune.schedule import layer_columns
 from ctatune.work import Memory, TileTime, Work
 
-ESTIMATE = "estimate-5"
+ESTIMATE = "estimate-6"
 _NONE = Memory(0.0, 0.0, 0.0, 0.0)
 _NO_TIME = TileTime(0.0, _NONE, _NONE, 0.0, 0.0)  # of a GPU that has no tiles of a layer
 _BURST = 0.5  # part of the last wave's outgoing burst that the spread of its tiles does not hide
