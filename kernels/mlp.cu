@@ -290,10 +290,8 @@ struct Loader {
   }
 
   template <bool kIsUp>
-  __device__ void arm(StageRing<kIsUp> const& r, int bytes) {
+  __device__ void wait_until_empty(StageRing<kIsUp> const& r) {
     Barrier::wait(&bars.empty[kRing<kIsUp>][r.slot], r.phase ^ 1);
-    if (elect_one_sync())
-      TransactionBarrier::arrive_and_expect_tx(&bars.full[kRing<kIsUp>][r.slot], bytes);
   }
 
   template <bool kIsUp>
@@ -305,13 +303,14 @@ struct Loader {
   // column `b` on; both are those of K block 0. `flag` says that A is here.
   struct Run { TensorMap const* weights; int row, a, b, flag; Blocks blocks; };
 
-  // A CTA of a multicast pair loads its half of the weights for both.
+  // One lane: says how much comes into a stage and loads the weights of a K block. A CTA of a
+  // multicast pair loads its half of them for both.
   template <bool kIsUp>
-  __device__ void load_weights(StageRing<kIsUp> const& r, Run const& run, int kb) {
+  __device__ void load_weights(StageRing<kIsUp> const& r, Run const& run, int kb, int bytes) {
     using Tile = Layer<kIsUp>;
     uint64_t* full = &bars.full[kRing<kIsUp>][r.slot];
     char* to = stage<kIsUp>(r) + Tile::kABytes;
-    if (!elect_one_sync()) return;
+    TransactionBarrier::arrive_and_expect_tx(full, bytes);
     if constexpr (kMulticast) {
       int const half = block_rank_in_cluster() * (Tile::kN / 2);
       SM90_TMA_LOAD_MULTICAST_2D::copy(run.weights, full, uint16_t(3), kKeep,
@@ -328,30 +327,40 @@ struct Loader {
     int const most = (kIsUp || kOneRing ? kStages : kDownStages) - 1;
     int const end = min(run.blocks.begin + most, run.blocks.end);
     for (int kb = run.blocks.begin; kb < end; ++kb, r.advance()) {
-      arm<kIsUp>(r, bytes);
-      load_weights<kIsUp>(r, run, kb);
+      wait_until_empty<kIsUp>(r);
+      if (elect_one_sync()) load_weights<kIsUp>(r, run, kb, bytes);
     }
     return end;
   }
 
+  // Loads the K blocks of a run for the tile at `row`; those before `ahead` have their weights.
+  template <bool kIsUp>
+  __device__ void load(Run const& run, int row, int ahead, int bytes) {
+    auto& at = rings.at<kIsUp>();
+    for (int kb = run.blocks.begin; kb < run.blocks.end; ++kb, at.advance()) {
+      if (kb >= ahead) wait_until_empty<kIsUp>(at);
+      if (elect_one_sync()) {
+        if (kb >= ahead) load_weights<kIsUp>(at, run, kb, bytes);
+        uint64_t* full = &bars.full[kRing<kIsUp>][at.slot];
+        int const col = run.a + kb * kTileK;
+        if constexpr (kIsUp)
+          SM90_TMA_LOAD_2D::copy(&p.x, full, kKeep, stage<kIsUp>(at), col, row);
+        else
+          SM90_TMA_LOAD_3D::copy(&p.y1, full, kKeep, stage<kIsUp>(at), col, row,
+                                 epoch & p.y1_parity);
+      }
+    }
+  }
+
   __device__ void up(int4 tile, int part) {
-    auto& at = rings.at<true>();
     Run const run = {&p.w_up, tile.z, 0, 0, 0, part_of(0, p.up_k_blocks, part, kUpSplit)};
     int const bytes = p.x_box_bytes + kUpN * kRowBytes;
     int ahead = run.blocks.begin;
     if (!started) {
-      ahead = weights_ahead<true>(at, run, bytes);
+      ahead = weights_ahead<true>(rings.at<true>(), run, bytes);
       start();
     }
-    for (int kb = run.blocks.begin; kb < run.blocks.end; ++kb, at.advance()) {
-      if (kb >= ahead) {
-        arm<true>(at, bytes);
-        load_weights<true>(at, run, kb);
-      }
-      if (elect_one_sync())
-        SM90_TMA_LOAD_2D::copy(&p.x, &bars.full[0][at.slot], kKeep, stage<true>(at), kb * kTileK,
-                               tile.y);
-    }
+    load<true>(run, tile.y, ahead, bytes);
   }
 
   __device__ bool arrived(int panel, int segment) {
@@ -366,7 +375,6 @@ struct Loader {
   // Loads the K blocks of one segment. While the segment is not here, weights go ahead.
   __device__ void down_run(int4 tile, Run const& run, bool first, int i) {
     if (!first && run.blocks.begin == run.blocks.end) return;  // another part sums all of it
-    auto& at = rings.at<false>();
     int const begin = tile.y / kUpM;
     int const end = (min(tile.y + kDownM, p.m) - 1) / kUpM + 1;
     int const bytes = p.y1_box_bytes + kDownN * kRowBytes;
@@ -374,20 +382,12 @@ struct Loader {
     for (int panel = begin; panel < end && !kSkipWait; ++panel) ready &= arrived(panel, run.flag);
     int ahead = run.blocks.begin;
     if (!ready) {
-      ahead = weights_ahead<false>(at, run, bytes);
+      ahead = weights_ahead<false>(rings.at<false>(), run, bytes);
       for (int panel = begin; panel < end; ++panel) await(panel, run.flag);
     }
     if (first) stamp(p, i, kPanelReady);
     fence_async_proxy();                    // the acquire above orders the TMA loads below
-    for (int kb = run.blocks.begin; kb < run.blocks.end; ++kb, at.advance()) {
-      if (kb >= ahead) {
-        arm<false>(at, bytes);
-        load_weights<false>(at, run, kb);
-      }
-      if (elect_one_sync())
-        SM90_TMA_LOAD_3D::copy(&p.y1, &bars.full[kRing<false>][at.slot], kKeep, stage<false>(at),
-                               run.a + kb * kTileK, tile.y, epoch & p.y1_parity);
-    }
+    load<false>(run, tile.y, ahead, bytes);
   }
 
   __device__ void down(int4 tile, int part, int i) {
