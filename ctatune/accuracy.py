@@ -27,7 +27,7 @@ from ctatune.machine_model import MachineModel, family
 from ctatune.problem import Problem
 from ctatune.simulate import simulate
 
-EXPLORED, TOP = 300, 8
+EXPLORED, LEAST, TOP = 300, 50, 8  # configs of a space; in a smaller one nothing can go wrong
 REGRET_HEAD = ("shape that no fit saw", "configs", "regret of the first", f"of the best of {TOP}")
 HEAD = ("model", "points", "MAPE", "90 % under", "worst", "in its interval")
 GROUPS: dict[str, Callable[[Point], str]] = {
@@ -123,7 +123,7 @@ def outside(some: Sequence[Point], model_file: dict[str, Any]) -> dict[str, Accu
 
 def regrets(held: Sequence[Point], machine: MachineModel) -> list[Regret]:
     """What it costs to run what the estimate ranks first, unmeasured, on held-out shapes of which
-    the whole space was measured, or so much of it that the best config is known."""
+    the whole space was measured, or EXPLORED of its configs."""
     by_problem: dict[Problem, dict[Config, float]] = defaultdict(dict)
     for point in held:
         if isinstance(point.config, Config):
@@ -132,7 +132,7 @@ def regrets(held: Sequence[Point], machine: MachineModel) -> list[Regret]:
     for problem, measured in by_problem.items():
         space = rank(problem, machine)
         ranked = [measured[config] for config in space if config in measured]
-        if len(ranked) >= min(EXPLORED, len(space)):
+        if len(ranked) >= max(LEAST, min(EXPLORED, len(space))):
             over = [round(us / min(ranked) - 1.0, 6) for us in ranked[:TOP]]
             shape = f"{problem.shape} on {problem.gpus} GPUs"
             found.append(Regret(shape, len(ranked), over[0], min(over)))

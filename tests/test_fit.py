@@ -108,6 +108,7 @@ def test_regret_is_what_the_first_of_the_ranking_takes_more(monkeypatch):
     less = [point for point in points if point.config not in (ranked[0], ranked[2])]
     assert accuracy.regrets(less, machine) == []
     monkeypatch.setattr(accuracy, "EXPLORED", 1)
+    assert accuracy.regrets(less[:49], machine) == []
     (found,) = accuracy.regrets(less, machine)  # the first of those that were measured
     assert found.first == pytest.approx(199.0 / (201.0 - len(ranked)) - 1.0, abs=1e-6)
     assert "64x4096x4096x4096 on 2 GPUs" in accuracy.regret_table([found])
