@@ -201,12 +201,6 @@ __device__ void stamp(Params const& p, int tile, Stamp which) {
   if (p.stamps) p.stamps[tile * kStamps + which] = now_ns();
 }
 
-// The same on all lanes of a warp.
-__device__ long long warp_now_ns() { return __shfl_sync(~0u, now_ns(), 0); }
-__device__ bool reached(uint32_t value, uint32_t target) {
-  return __all_sync(~0u, int32_t(value - target) >= 0);
-}
-
 // Waits until the flag has reached `target` (modulo 2^32). After `timeout_ns`, or when another poll
 // of this GPU has failed before, it records what it saw and returns: the call ends, with an error.
 __device__ void poll(uint32_t const* flag, uint32_t target, Params const& p, PollCode code,
@@ -214,11 +208,11 @@ __device__ void poll(uint32_t const* flag, uint32_t target, Params const& p, Pol
   long long deadline = 0;
   for (uint32_t spin = 0;; ++spin) {
     uint32_t const value = load_acquire(flag);
-    if (reached(value, target)) return;
+    if (int32_t(value - target) >= 0) return;
     if (spin % 64 != 63) continue;
-    if (deadline == 0) deadline = warp_now_ns() + p.timeout_ns;
+    if (deadline == 0) deadline = now_ns() + p.timeout_ns;
     bool const failed_before = *reinterpret_cast<uint32_t volatile*>(&p.error->code) != 0;
-    if (!__any_sync(~0u, failed_before) && warp_now_ns() < deadline) continue;
+    if (!failed_before && now_ns() < deadline) continue;
     if (atomicCAS(&p.error->code, 0u, uint32_t(code)) == 0u) {
       p.error->index = index;
       p.error->target = target;
@@ -290,8 +284,9 @@ struct Loader {
   }
 
   template <bool kIsUp>
-  __device__ void wait_until_empty(StageRing<kIsUp> const& r) {
+  __device__ void arm(StageRing<kIsUp> const& r, int bytes) {
     Barrier::wait(&bars.empty[kRing<kIsUp>][r.slot], r.phase ^ 1);
+    TransactionBarrier::arrive_and_expect_tx(&bars.full[kRing<kIsUp>][r.slot], bytes);
   }
 
   template <bool kIsUp>
@@ -303,14 +298,12 @@ struct Loader {
   // column `b` on; both are those of K block 0. `flag` says that A is here.
   struct Run { TensorMap const* weights; int row, a, b, flag; Blocks blocks; };
 
-  // One lane: says how much comes into a stage and loads the weights of a K block. A CTA of a
-  // multicast pair loads its half of them for both.
+  // A CTA of a multicast pair loads its half of the weights for both.
   template <bool kIsUp>
-  __device__ void load_weights(StageRing<kIsUp> const& r, Run const& run, int kb, int bytes) {
+  __device__ void load_weights(StageRing<kIsUp> const& r, Run const& run, int kb) {
     using Tile = Layer<kIsUp>;
     uint64_t* full = &bars.full[kRing<kIsUp>][r.slot];
     char* to = stage<kIsUp>(r) + Tile::kABytes;
-    TransactionBarrier::arrive_and_expect_tx(full, bytes);
     if constexpr (kMulticast) {
       int const half = block_rank_in_cluster() * (Tile::kN / 2);
       SM90_TMA_LOAD_MULTICAST_2D::copy(run.weights, full, uint16_t(3), kKeep,
@@ -327,45 +320,34 @@ struct Loader {
     int const most = (kIsUp || kOneRing ? kStages : kDownStages) - 1;
     int const end = min(run.blocks.begin + most, run.blocks.end);
     for (int kb = run.blocks.begin; kb < end; ++kb, r.advance()) {
-      wait_until_empty<kIsUp>(r);
-      if (elect_one_sync()) load_weights<kIsUp>(r, run, kb, bytes);
+      arm<kIsUp>(r, bytes);
+      load_weights<kIsUp>(r, run, kb);
     }
     return end;
   }
 
-  // Loads the K blocks of a run for the tile at `row`; those before `ahead` have their weights.
-  template <bool kIsUp>
-  __device__ void load(Run const& run, int row, int ahead, int bytes) {
-    auto& at = rings.at<kIsUp>();
-    for (int kb = run.blocks.begin; kb < run.blocks.end; ++kb, at.advance()) {
-      if (kb >= ahead) wait_until_empty<kIsUp>(at);
-      if (elect_one_sync()) {
-        if (kb >= ahead) load_weights<kIsUp>(at, run, kb, bytes);
-        uint64_t* full = &bars.full[kRing<kIsUp>][at.slot];
-        int const col = run.a + kb * kTileK;
-        if constexpr (kIsUp)
-          SM90_TMA_LOAD_2D::copy(&p.x, full, kKeep, stage<kIsUp>(at), col, row);
-        else
-          SM90_TMA_LOAD_3D::copy(&p.y1, full, kKeep, stage<kIsUp>(at), col, row,
-                                 epoch & p.y1_parity);
-      }
-    }
-  }
-
   __device__ void up(int4 tile, int part) {
+    auto& at = rings.at<true>();
     Run const run = {&p.w_up, tile.z, 0, 0, 0, part_of(0, p.up_k_blocks, part, kUpSplit)};
     int const bytes = p.x_box_bytes + kUpN * kRowBytes;
     int ahead = run.blocks.begin;
     if (!started) {
-      ahead = weights_ahead<true>(rings.at<true>(), run, bytes);
+      ahead = weights_ahead<true>(at, run, bytes);
       start();
     }
-    load<true>(run, tile.y, ahead, bytes);
+    for (int kb = run.blocks.begin; kb < run.blocks.end; ++kb, at.advance()) {
+      if (kb >= ahead) {
+        arm<true>(at, bytes);
+        load_weights<true>(at, run, kb);
+      }
+      SM90_TMA_LOAD_2D::copy(&p.x, &bars.full[0][at.slot], kKeep, stage<true>(at), kb * kTileK,
+                             tile.y);
+    }
   }
 
   __device__ bool arrived(int panel, int segment) {
     uint32_t const target = (epoch / 2 + 1) * p.segment_tiles[segment];
-    return reached(load_acquire(panel_flag(p.panels, p, epoch, panel, segment)), target);
+    return int32_t(load_acquire(panel_flag(p.panels, p, epoch, panel, segment)) - target) >= 0;
   }
   __device__ void await(int panel, int segment) {
     uint32_t const target = (epoch / 2 + 1) * p.segment_tiles[segment];
@@ -375,6 +357,7 @@ struct Loader {
   // Loads the K blocks of one segment. While the segment is not here, weights go ahead.
   __device__ void down_run(int4 tile, Run const& run, bool first, int i) {
     if (!first && run.blocks.begin == run.blocks.end) return;  // another part sums all of it
+    auto& at = rings.at<false>();
     int const begin = tile.y / kUpM;
     int const end = (min(tile.y + kDownM, p.m) - 1) / kUpM + 1;
     int const bytes = p.y1_box_bytes + kDownN * kRowBytes;
@@ -382,12 +365,19 @@ struct Loader {
     for (int panel = begin; panel < end && !kSkipWait; ++panel) ready &= arrived(panel, run.flag);
     int ahead = run.blocks.begin;
     if (!ready) {
-      ahead = weights_ahead<false>(rings.at<false>(), run, bytes);
+      ahead = weights_ahead<false>(at, run, bytes);
       for (int panel = begin; panel < end; ++panel) await(panel, run.flag);
     }
     if (first) stamp(p, i, kPanelReady);
     fence_async_proxy();                    // the acquire above orders the TMA loads below
-    load<false>(run, tile.y, ahead, bytes);
+    for (int kb = run.blocks.begin; kb < run.blocks.end; ++kb, at.advance()) {
+      if (kb >= ahead) {
+        arm<false>(at, bytes);
+        load_weights<false>(at, run, kb);
+      }
+      SM90_TMA_LOAD_3D::copy(&p.y1, &bars.full[kRing<false>][at.slot], kKeep, stage<false>(at),
+                             run.a + kb * kTileK, tile.y, epoch & p.y1_parity);
+    }
   }
 
   __device__ void down(int4 tile, int part, int i) {
@@ -418,11 +408,9 @@ struct Loader {
   }
 
   __device__ void run() {
-    if (elect_one_sync()) {
-      if (p.y1_outs > 0) { prefetch_map(p.x); prefetch_map(p.w_up); }
-      if (kReduce || p.y2_outs > 0) { prefetch_map(p.w_down); prefetch_map(p.y1); }
-      if constexpr (kReduce) prefetch_map(p.ones);
-    }
+    if (p.y1_outs > 0) { prefetch_map(p.x); prefetch_map(p.w_up); }
+    if (kReduce || p.y2_outs > 0) { prefetch_map(p.w_down); prefetch_map(p.y1); }
+    if constexpr (kReduce) prefetch_map(p.ones);
     for (int i = blockIdx.x; i < p.tile_count; i += gridDim.x) {
       int4 const tile = p.tiles[i];
       stamp(p, i, kLoadStarts);
@@ -444,7 +432,7 @@ struct Storer {
   bool y1_open = false, y2_open = false;    // destinations were seen ready for this call
 
   __device__ void free_slab() {
-    if (elect_one_sync()) Barrier::arrive(&bars.d_empty[to_free.slot]);
+    Barrier::arrive(&bars.d_empty[to_free.slot]);
     to_free.advance();
   }
 
@@ -459,7 +447,7 @@ struct Storer {
   __device__ void issue(int4 tile, int part, int slab, int slot, int first, int last) {
     using Tile = Layer<kIsUp>;
     int const row = part * Tile::kOutRows;  // of the tile, the first that this CTA owns
-    if (!elect_one_sync() || row >= Tile::kRows || tile.y + row >= p.m) return;
+    if (row >= Tile::kRows || tile.y + row >= p.m) return;
     void const* from = slabs + slot * kSlabBytes;
     bool const partial = is_partial(tile);
     for (int d = first; d < last; ++d) {
@@ -474,7 +462,6 @@ struct Storer {
 
   // Adds 1 to the panel counter of destinations [first, last). Called when the stores are visible.
   __device__ void tell(int4 tile, int first, int last) {
-    if (!elect_one_sync()) return;
     fence_async_proxy();
     int const panel = tile.y / kUpM;
     int const segment = segment_of(tile) + (is_partial(tile) ? p.segment_count : 0);
@@ -520,10 +507,10 @@ struct Storer {
         drain();
         tell(tile, to.begin, to.own);
       }
-      long long next = paced ? warp_now_ns() + blockIdx.x * p.pace_ns / gridDim.x : 0;
+      long long next = paced ? now_ns() + blockIdx.x * p.pace_ns / gridDim.x : 0;
       for (int s = begin; s < end; ++s, at.advance()) {
         if (paced) {
-          while (warp_now_ns() < next) __nanosleep(100);
+          while (now_ns() < next) __nanosleep(100);
           next += p.pace_ns;
         }
         issue<kIsUp>(tile, part, s, at.slot, to.own, to.end);
@@ -541,20 +528,18 @@ struct Storer {
   __device__ void run() {
     wait_for_previous();
     epoch = p.calls[0];
-    if (blockIdx.x == 0 && elect_one_sync()) {
+    if (blockIdx.x == 0) {
       fence_system();
       for (int d = 0; d < p.peers; ++d) add_relaxed(p.started_out[d], 1);
     }
     int const y1_gpus = kReduce ? p.peers : p.y1_outs;
-    if (elect_one_sync()) {
-      for (int d = 0; d < y1_gpus; ++d) prefetch_map(p.y1_out[d]);
-      for (int d = 0; d < p.y2_outs; ++d) prefetch_map(p.y2_out[d]);
-    }
+    for (int d = 0; d < y1_gpus; ++d) prefetch_map(p.y1_out[d]);
+    for (int d = 0; d < p.y2_outs; ++d) prefetch_map(p.y2_out[d]);
     if constexpr (kDirect) {
       open(y1_gpus, p.y1_gpu, epoch);
-      if (elect_one_sync()) Barrier::arrive(&bars.open[0]);
+      Barrier::arrive(&bars.open[0]);
       open(p.y2_outs, p.y2_gpu, epoch + 1);
-      if (elect_one_sync()) Barrier::arrive(&bars.open[1]);
+      Barrier::arrive(&bars.open[1]);
       y1_open = y2_open = true;
     }
     for (int i = blockIdx.x; i < p.tile_count; i += gridDim.x) {
@@ -587,8 +572,7 @@ struct Storer {
     drain();
     fence_async_proxy();
     if (p.arrived_outs > 0) fence_system();
-    if (elect_one_sync())
-      for (int d = 0; d < p.arrived_outs; ++d) add_relaxed(p.arrived_out[d], 1);
+    for (int d = 0; d < p.arrived_outs; ++d) add_relaxed(p.arrived_out[d], 1);
     if (blockIdx.x == 0 && p.arrivals > 0)  // what peers send to this GPU has arrived too
       poll(p.arrived, (epoch + 1) * p.arrivals, p, kArrivedPoll, 0);
   }
@@ -944,12 +928,14 @@ void mlp(__grid_constant__ Params const p) {
 
   if (warp < 4) {
     if constexpr (kMathGroups > 1) cutlass::arch::warpgroup_reg_dealloc<40>();
-    // All lanes walk the list together; `elect_one_sync` brings them together after each wait and
-    // lets one act. A lane that walked alone would, when it sleeps at a barrier, let the others go
-    // on to what follows, where they write to uniform registers of the warp that a TMA instruction
-    // has yet to read (docs/decisions.md). So nothing that waits may stand where one lane acts.
-    if (warp == 0) Loader{p, ring, bars}.run();
-    if (warp == 1) Storer{p, slabs, bars}.run();
+    // One lane runs a list, and the others of its warp leave the kernel (barriers wait for threads
+    // that have not). When that lane sleeps at a barrier, lanes that wait for it to come back may
+    // go on, and then write to uniform registers of the warp that one of its TMA instructions has
+    // yet to read (docs/decisions.md).
+    bool const elected = elect_one_sync();
+    if (warp < 2 && !elected) return;
+    if (warp == 0 && elected) Loader{p, ring, bars}.run();
+    if (warp == 1 && elected) Storer{p, slabs, bars}.run();
   } else {
     if constexpr (kMathGroups > 1) cutlass::arch::warpgroup_reg_alloc<232>();
     int const group = __shfl_sync(~0u, warp / 4 - 1, 0);
@@ -957,7 +943,7 @@ void mlp(__grid_constant__ Params const p) {
   }
 
   leave_together();
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 128) {
     if (atomicAdd(&p.calls[kLine], 1u) + 1 == gridDim.x) {
       p.calls[kLine] = 0;                   // of this GPU alone: the next call starts after us
       p.calls[0] += 1;
