@@ -148,6 +148,25 @@ def test_a_call_that_does_not_wait_for_x_is_caught(small, monkeypatch):
     small.mlp._placement._calls.clear()
 
 
+@pytest.mark.parametrize("m", [8, 24, 48, 100, 400, 2500])
+def test_other_kernels_run_beside(wide, m):
+    """They make waits longer: a lane that slept alone ended in an illegal instruction."""
+    inner, size = wide.mlp._shared.gpus, np.int64(2048)
+    noise = [wide.arena.alloc(gpu, 2048 * 2048 * BF16_BYTES) for gpu in range(2)]
+    wide.fill(0, 0, m)
+    wide.mlp.warm_up(m)
+    wide.gpus.sync()
+    more = (size, size, np.int64(0), np.int64(0), size, np.uint64(1), np.float32(1.0))
+    y = wide.mlp(wide.x_of(m), stream=int(inner.streams[0].handle))
+    for _ in range(CALLS * (1 if m > 1000 else 10)):
+        for gpu in range(2):
+            wide.gpus.support("fill_normal", gpu, inner.sm_count, 256, noise[gpu], *more)
+        y = wide.mlp(wide.x_of(m), stream=int(inner.streams[0].handle))
+    wide.mlp.check()
+    wide.keep(0, y, 0)
+    assert wide.wrong() == []
+
+
 def test_threads_share_an_mlp(small):
     """Each thread has a stream, X and Y2 of its own, and the calls of both are one sequence."""
     tokens = some_tokens(small)
