@@ -9,15 +9,17 @@ import ctypes
 import hashlib
 import importlib.util
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ctatune import race
+from ctatune.computed import rank
 from ctatune.config import Config
 from ctatune.fit import LIMITS, Point, Predict, beyond, fitted, log_errors, ours
 from ctatune.latency import estimate, roofline_us
@@ -25,6 +27,8 @@ from ctatune.machine_model import MachineModel, family
 from ctatune.problem import Problem
 from ctatune.simulate import simulate
 
+EXPLORED, TOP = 300, 8
+REGRET_HEAD = ("shape that no fit saw", "configs", "regret of the first", f"of the best of {TOP}")
 HEAD = ("model", "points", "MAPE", "90 % under", "worst", "in its interval")
 GROUPS: dict[str, Callable[[Point], str]] = {
     "method": lambda p: p.config.method,
@@ -45,6 +49,16 @@ class Accuracy:
     p90: float
     worst: float
     inside: float | None = None
+
+
+class Regret(NamedTuple):
+    """How much slower than the fastest of a shape's measured configs the estimate's first one is,
+    and the best of its first TOP."""
+
+    shape: str
+    configs: int
+    first: float
+    best: float
 
 
 def _of(logs: NDArray[np.float64], inside: float | None = None) -> Accuracy:
@@ -105,6 +119,30 @@ def outside(some: Sequence[Point], model_file: dict[str, Any]) -> dict[str, Accu
             machine = fitted(inner, model_file)
             found[f"estimate, {size} beyond {limit}"] = accuracy(outer, machine, estimate)
     return found
+
+
+def regrets(held: Sequence[Point], machine: MachineModel) -> list[Regret]:
+    """What it costs to run what the estimate ranks first, unmeasured, on held-out shapes of which
+    so many configs were measured that the best one is known."""
+    by_problem: dict[Problem, dict[Config, float]] = defaultdict(dict)
+    for point in held:
+        if isinstance(point.config, Config):
+            by_problem[point.problem][point.config] = point.latency_us
+    found = []
+    for problem, measured in by_problem.items():
+        if len(measured) >= EXPLORED:
+            ranked = [measured[config] for config in rank(problem, machine) if config in measured]
+            over = np.array(ranked[:TOP]) / min(ranked) - 1.0
+            shape = f"{problem.shape} on {problem.gpus} GPUs"
+            found.append(Regret(shape, len(ranked), float(over[0]), float(over.min())))
+    return found
+
+
+def regret_table(found: Sequence[Regret]) -> str:
+    """A line for each shape, and the means, as Markdown."""
+    means = (f"{np.mean([getattr(r, name) for r in found]):.1%}" for name in ("first", "best"))
+    lines = [(r.shape, str(r.configs), f"{r.first:.1%}", f"{r.best:.1%}") for r in found]
+    return race.table(REGRET_HEAD, *lines, ("mean", "", *means))
 
 
 def document(found: dict[str, Accuracy]) -> dict[str, dict[str, float]]:
@@ -209,8 +247,9 @@ def _features(point: Point) -> list[float]:
     sizes = [math.log(size) for size in (problem.m, problem.k, problem.h, problem.n)]
     method = ("cta", "single", "tp", "tp_twoshot").index(config.method)
     if not isinstance(config, Config):
-        return [*sizes, problem.gpus, method, *[0.0] * 13]
+        return [*sizes, problem.gpus, method, *[0.0] * 14]
     up, down, p_up = config.up, config.down, config.stage_split[0]
     tiles = (up.m, up.n, up.split_k, up.group_m, down.n, down.group_m)
     choices = (config.stages, config.d_slabs, config.mix, p_up, config.pace_us)
-    return [*sizes, problem.gpus, method, *tiles, *choices, config.multicast, config.direct]
+    kind = (config.multicast, config.direct, config.down_axis == "h")
+    return [*sizes, problem.gpus, method, *tiles, *choices, *kind]

@@ -8,23 +8,41 @@ from pathlib import Path
 import click
 
 from ctatune.errors import UsageError
-from ctatune.options import command_line, common_options, db_option, gpus_option, seconds_of
+from ctatune.options import (
+    SHAPE_HELP,
+    command_line,
+    common_options,
+    db_option,
+    gpus_option,
+    seconds_of,
+)
 from ctatune.problem import Problem
 
 
 @click.command()
 @gpus_option
+@click.option("--shape", "shapes", multiple=True, help=f"{SHAPE_HELP} Instead of sixty shapes.")
+@click.option("--configs", type=click.IntRange(1), help="Of each shape, of ours [14].")
 @click.option("--time", "time_text", default="10m", show_default=True, help="Start none after it.")
 @db_option
-def calibrate(gpus: int, time_text: str, db: Path | None) -> None:
+def calibrate(
+    gpus: int, shapes: tuple[str, ...], configs: int | None, time_text: str, db: Path | None
+) -> None:
     """Screen configs of many shapes, for `fit`; the same command goes on."""
-    from ctatune import session
+    from ctatune import calibrate, session
+
+    problems = [Problem.of(shape, gpus=gpus) for shape in dict.fromkeys(shapes)]
 
     def show(problem: Problem, timed: int) -> None:
         click.echo(f"{problem.shape}: {timed} configs timed")
 
     with session.open_session(gpus, db, None, command_line()) as opened:
-        opened.calibrate(gpus, show, seconds_of(time_text))
+        opened.calibrate(
+            problems or calibrate.problems(gpus),
+            show,
+            seconds_of(time_text),
+            configs or calibrate.CONFIGS,
+        )
 
 
 @click.command()
@@ -61,6 +79,8 @@ def fit(
         return
     click.echo(f"{fitted.about}\n")
     click.echo(f"{accuracy.table(fitted.held_out)}\n")
+    if fitted.regrets:
+        click.echo(f"{accuracy.regret_table(fitted.regrets)}\n")
     click.echo(accuracy.groups(fitted.held, fitted.machine))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ctatune import accuracy, fit
-from ctatune.accuracy import Accuracy
+from ctatune.accuracy import Accuracy, Regret
 from ctatune.errors import UsageError
 from ctatune.fit import Point
 from ctatune.jit import kernel_hash
@@ -27,6 +27,7 @@ class Refit:
     document: dict[str, Any]
     held: list[Point]
     held_out: dict[str, Accuracy]
+    regrets: list[Regret]
     about: str
 
 
@@ -50,6 +51,7 @@ def refit(db: Path | None, platform: str | None, out: Path | None) -> Refit:
     after = fit.written(before, fit.calibrated(train, before))
     machine = model_of(after)
     errors = accuracy.held_out(train, held, machine) | accuracy.outside(points, before)
+    regrets = accuracy.regrets(held, machine)
     shapes = sorted({point.problem.shape for point in held})
     after["fit"] = {
         "protocol": PROTOCOL,
@@ -59,6 +61,7 @@ def refit(db: Path | None, platform: str | None, out: Path | None) -> Refit:
         "shapes": len({point.problem.shape for point in train}),
         "held_out_shapes": shapes,
         "held_out": accuracy.document(errors),
+        "regret": [regret._asdict() for regret in regrets],
     }
     if out:
         try:
@@ -69,7 +72,14 @@ def refit(db: Path | None, platform: str | None, out: Path | None) -> Refit:
         f"{machine.platform.name}: fitted to {len(train)} configs of {after['fit']['shapes']} "
         f"shapes; errors on {len(held)} configs of {len(shapes)} others, which no fit saw"
     )
-    return Refit(machine=machine, document=after, held=held, held_out=errors, about=about)
+    return Refit(
+        machine=machine,
+        document=after,
+        held=held,
+        held_out=errors,
+        regrets=regrets,
+        about=about,
+    )
 
 
 def _rows(db: Path | None) -> list[Row]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform as python_platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -70,8 +70,14 @@ class Session:
         search.search(problem, judge, machine, report, trials=trials, seconds=seconds, race=race)
         return choose(problem, self._path, self._platform.name)
 
-    def calibrate(self, gpus: int, report: Callable[[Problem, int], None], seconds: float) -> None:
-        """Screen the plan of every shape of `calibrate.problems` until time is up.
+    def calibrate(
+        self,
+        problems: Sequence[Problem],
+        report: Callable[[Problem, int], None],
+        seconds: float,
+        configs: int = calibrate.CONFIGS,
+    ) -> None:
+        """Screen the plan of every problem, with so many configs of ours, until time is up.
 
         What is stored is not measured again. `report` hears of each shape and of how many configs
         were timed. Raises: UsageError without a GPU.
@@ -79,10 +85,10 @@ class Session:
         if self._worker is None:
             raise UsageError("a calibration needs GPUs")
         end = time.monotonic() + seconds
-        for problem in calibrate.problems(gpus):
+        for problem in problems:
             judge = search.Hardware(problem, self._store, self._run_id, self._worker, self._machine)
             known, timed = judge.known(), 0
-            for config in calibrate.plan(problem):
+            for config in calibrate.plan(problem, configs):
                 if time.monotonic() > end:
                     return
                 if config not in known:

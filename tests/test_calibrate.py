@@ -44,7 +44,7 @@ def test_a_calibration_goes_on_and_its_screenings_can_be_fitted(tmp_path, monkey
 
     def run() -> None:
         with session.open_session(2, path, None, "test") as opened:
-            opened.calibrate(2, lambda _, timed: heard.append(timed), 60.0)
+            opened.calibrate(calibrate.problems(2), lambda _, timed: heard.append(timed), 60.0)
 
     run()
     assert heard == [len(calibrate.plan(problem)) for problem in calibrate.problems(2)]
@@ -63,4 +63,4 @@ def test_a_calibration_needs_gpus(tmp_path, monkeypatch):
         session.open_session(2, tmp_path / "x.db", None, "test") as opened,
         pytest.raises(UsageError, match="a calibration needs GPUs"),
     ):
-        opened.calibrate(2, lambda *_: None, 60.0)
+        opened.calibrate(calibrate.problems(2), lambda *_: None, 60.0)

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from fakes import design_machine
 
 from ctatune import accuracy, cli, fit
+from ctatune.computed import rank
 from ctatune.config import Baseline
 from ctatune.errors import UsageError
 from ctatune.fit import Point, is_held_out
@@ -93,6 +94,24 @@ def test_points_are_the_newest_screenings_of_today():
     assert Point(problem, single, min(us for us in variants if us)) in points
     assert not fit.points(replace(row, protocol=0) for row in ROWS)
     assert not fit.points(row for row in ROWS if row.measurement.phase != "screen")
+
+
+def test_regret_is_what_the_first_of_the_ranking_takes_more(monkeypatch):
+    """Measured: the reverse of what the model says, but for the third of its ranking."""
+    machine, problem = load(), Problem(m=64, k=4096, h=4096, n=4096, gpus=2)
+    ranked = rank(problem, machine)
+    measured = {config: 200.0 - i for i, config in enumerate(ranked)}
+    measured[ranked[2]] = 100.0
+    points = [Point(problem, config, us) for config, us in measured.items()]
+    assert accuracy.regrets(points, machine) == []  # too few of the space
+    monkeypatch.setattr(accuracy, "EXPLORED", len(ranked))
+    (found,) = accuracy.regrets(points, machine)
+    assert (found.configs, found.first, found.best) == (len(ranked), 1.0, 0.0)
+    less = [point for point in points if point.config not in (ranked[0], ranked[2])]
+    monkeypatch.setattr(accuracy, "EXPLORED", 1)
+    (found,) = accuracy.regrets(less, machine)  # the first of those that were measured
+    assert found.first == pytest.approx(199.0 / (201.0 - len(ranked)) - 1.0)
+    assert "64x4096x4096x4096 on 2 GPUs" in accuracy.regret_table([found])
 
 
 def test_outside_is_two_to_four_times_beyond_in_one_size():
