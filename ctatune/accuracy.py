@@ -27,7 +27,7 @@ from ctatune.machine_model import MachineModel, family
 from ctatune.problem import Problem
 from ctatune.simulate import simulate
 
-EXPLORED, TOP = 300, 8
+EXPLORED, LEAST, TOP = 300, 50, 8  # configs of a space; in a smaller one nothing can go wrong
 REGRET_HEAD = ("shape that no fit saw", "configs", "regret of the first", f"of the best of {TOP}")
 HEAD = ("model", "points", "MAPE", "90 % under", "worst", "in its interval")
 GROUPS: dict[str, Callable[[Point], str]] = {
@@ -123,18 +123,19 @@ def outside(some: Sequence[Point], model_file: dict[str, Any]) -> dict[str, Accu
 
 def regrets(held: Sequence[Point], machine: MachineModel) -> list[Regret]:
     """What it costs to run what the estimate ranks first, unmeasured, on held-out shapes of which
-    so many configs were measured that the best one is known."""
+    the whole space was measured, or EXPLORED of its configs."""
     by_problem: dict[Problem, dict[Config, float]] = defaultdict(dict)
     for point in held:
         if isinstance(point.config, Config):
             by_problem[point.problem][point.config] = point.latency_us
     found = []
     for problem, measured in by_problem.items():
-        if len(measured) >= EXPLORED:
-            ranked = [measured[config] for config in rank(problem, machine) if config in measured]
-            over = np.array(ranked[:TOP]) / min(ranked) - 1.0
+        space = rank(problem, machine)
+        ranked = [measured[config] for config in space if config in measured]
+        if len(ranked) >= max(LEAST, min(EXPLORED, len(space))):
+            over = [round(us / min(ranked) - 1.0, 6) for us in ranked[:TOP]]
             shape = f"{problem.shape} on {problem.gpus} GPUs"
-            found.append(Regret(shape, len(ranked), float(over[0]), float(over.min())))
+            found.append(Regret(shape, len(ranked), over[0], min(over)))
     return found
 
 

@@ -21,7 +21,7 @@ from ctatune.records import Platform, Prediction
 from ctatune.schedule import layer_columns
 from ctatune.work import Memory, TileTime, Work
 
-ESTIMATE = "estimate-5"
+ESTIMATE = "estimate-6"
 _NONE = Memory(0.0, 0.0, 0.0, 0.0)
 _NO_TIME = TileTime(0.0, _NONE, _NONE, 0.0, 0.0)  # of a GPU that has no tiles of a layer
 _BURST = 0.5  # part of the last wave's outgoing burst that the spread of its tiles does not hide
@@ -230,7 +230,8 @@ def _end_us(
             rest_us = max(sent_us, first_us + (y1_panel + 1) * row_in_us) + machine.flag_us
             ready_us = max(ready_us, rest_us - own_part_us)
         left = down.work.tiles - _indices(down.work, panel)[0]
-        end_us = max(end_us, ready_us + _span_us(down, left) - down.ahead_us)
+        ahead_us = down.time.ahead_us(min(left, down.work.ctas))
+        end_us = max(end_us, ready_us + _span_us(down, left) - ahead_us)
     return end_us + machine.local_store_us(down.work.tile_bytes)
 
 

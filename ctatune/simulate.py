@@ -23,7 +23,7 @@ from ctatune.problem import BF16_BYTES, Problem
 from ctatune.records import Prediction
 from ctatune.schedule import DOWN, NOTHING, UP, Schedule, build
 
-SIMULATOR = "simulator-5"
+SIMULATOR = "simulator-6"
 
 
 class TileSpan(NamedTuple):
@@ -101,6 +101,10 @@ class _Simulation:
             [(part.tile_us, part.time.us(part.work.tiles % self.ctas)) for part in gpu]
             for gpu in self.parts
         ]
+        self.ahead_us = [
+            (down.ahead_us, down.time.ahead_us(down.work.tiles % self.ctas))
+            for _, down in self.parts
+        ]
         self.parts_of_sum = [columns.width / problem.h for columns in schedule.segments]
         self.buffered = [min(1.0, config.d_slabs * TILE_K / t.n) for t in self.layer_tiles]
         self.epilogue_us = [machine.epilogue_us(tile) for tile in self.layer_tiles]
@@ -175,7 +179,7 @@ class _Simulation:
                     return
                 wait_us = max(wait_us, arrivals.complete_us - cta.now_us)
             part_us = self.parts_of_sum[segment] * tile_us
-            ahead_us = min(self.parts[cta.gpu][DOWN].ahead_us, wait_us, part_us)
+            ahead_us = min(self.ahead_us[cta.gpu][last], wait_us, part_us)
             if not cta.summed:
                 cta.started_us += wait_us
             cta.now_us += wait_us + part_us - ahead_us
