@@ -104,7 +104,7 @@ def test_the_cuda_array_interface(monkeypatch):
         (interface(strides=(32, 2)), "x must be contiguous"),
         ([[1.0]], "x must be an array"),
     ],
-    ids=str,
+    ids=["turned", "fp32", "fp16", "DLPack", "interface", "strides", "list"],
 )
 def test_what_is_refused(array, message):
     with pytest.raises(UsageError, match=message):
