@@ -34,7 +34,8 @@ def made_by(machine, noise: float = 0.0) -> list[Point]:
     found = []
     for m, k, gpus in product((1, 64, 256, 1024, 2048, 8192), (4096, 8192), (1, 2)):
         problem = Problem(m=m, k=k, h=8192, n=k, gpus=gpus)
-        configs = [default_config(problem), Baseline(method="single")]
+        ours = replace(default_config(problem), down_axis="n")  # for both widths
+        configs = [ours, Baseline(method="single")]
         configs += [default_pipeline(problem), Baseline(method="tp")] if gpus > 1 else []
         for config in configs:
             us = estimate(problem, config, machine).latency_us

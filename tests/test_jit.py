@@ -33,6 +33,7 @@ def test_preamble_reads_as_text():
         "constexpr int kSlabs = 4;\n"
         "constexpr bool kMulticast = true;\n"
         "constexpr bool kDirect = false;\n"
+        "constexpr bool kReduce = false;\n"
         "constexpr bool kSkipWait = false;\n"
     )
 
