@@ -3,14 +3,17 @@
 from functools import partial
 
 import pytest
+from click.testing import CliRunner
 from fakes import FakeBench
 
 from ctatune import calibrate, session
+from ctatune.cli import main
 from ctatune.config import Baseline, Config
 from ctatune.errors import UsageError
 from ctatune.fit import is_held_out, points
 from ctatune.limits import why_invalid
 from ctatune.machine_model import family
+from ctatune.problem import Problem
 from ctatune.store import Store
 from ctatune.worker import Worker
 
@@ -55,6 +58,29 @@ def test_a_calibration_goes_on_and_its_screenings_can_be_fitted(tmp_path, monkey
     assert len(rows) == sum(heard)
     screened = points(rows)
     assert len(screened) == sum(heard) - 2  # rowsplit has no model
+
+
+def test_a_plan_may_hold_much_of_a_space():
+    problem = Problem.of("128x8192x8192", gpus=2)
+    ours = [[c for c in calibrate.plan(problem, n) if isinstance(c, Config)] for n in (14, 300)]
+    assert [len(some) for some in ours] == [14, 300]
+    assert len(set(ours[1])) == 300
+    assert ours[1][:14] == ours[0]
+
+
+def test_shapes_that_are_named_are_measured_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "gpu_count", lambda: 2)
+    monkeypatch.setattr(session, "Worker", lambda _: Worker(2, partial(FakeBench, "")))
+    found = CliRunner().invoke(
+        main,
+        [
+            *("calibrate", "--gpus", "2", "--db", str(tmp_path / "x.db"), "--configs", "3"),
+            *("--shape", "64x4096x4096", "--shape", "128x4096x4096", "--shape", "64x4096x4096"),
+        ],
+        catch_exceptions=False,
+    )
+    shapes = [line.split(":")[0] for line in found.stdout.splitlines()]
+    assert shapes == ["64x4096x4096x4096", "128x4096x4096x4096"]
 
 
 def test_a_calibration_needs_gpus(tmp_path, monkeypatch):

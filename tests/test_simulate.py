@@ -153,6 +153,15 @@ def test_a_timeline_obeys_the_schedule(case) -> None:
     assert timeline.total_us > MACHINE.roofline_us(problem, problem.gpus)
 
 
+def test_a_tile_whose_weights_were_all_there_still_takes_time():
+    """Its wave is a partial one, and the ring holds more than its tiles need."""
+    problem = Problem(m=81, k=520, h=1416, n=1416, gpus=3, output="sharded")
+    small = Tile(m=16, n=64, split_k=2)
+    config = Config(up=small, down=small, stages=21, d_slabs=2, stage_split=(1, 2), mix=0.0)
+    for tile in run(build(problem, replace(config, direct=True)), MACHINE).tiles:
+        assert tile.start_us < tile.end_us
+
+
 def check_waits(schedule: Schedule, timeline: Timeline) -> None:
     """No part of a sum began before its segment was there: what follows it fits into the tile."""
     computed = np.zeros((schedule.panels, len(schedule.segments)))
