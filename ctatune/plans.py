@@ -128,7 +128,8 @@ class Plans:
         return why_invalid(config, problem) is None
 
     def _known(self, problem: Problem) -> Iterator[Plan]:
-        """The answer for a problem, then our other configs that were measured, fastest first."""
+        """The answer for a problem, then our other configs that were measured: those that raced,
+        then those that were screened, each the fastest first."""
         answer = self._answer(problem)
         instead = ""
         if answer is not None and isinstance(answer.config, Config):
