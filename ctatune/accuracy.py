@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ctatune import race
 from ctatune.computed import rank
-from ctatune.config import Config
+from ctatune.config import AnyConfig, Config
 from ctatune.fit import LIMITS, Point, Predict, beyond, fitted, log_errors, ours
 from ctatune.latency import estimate
 from ctatune.machine_model import MachineModel, family
@@ -124,16 +124,16 @@ def outside(some: Sequence[Point], model_file: dict[str, Any]) -> dict[str, Accu
 def regrets(held: Sequence[Point], machine: MachineModel) -> list[Regret]:
     """What it costs to run what the estimate ranks first, unmeasured, on held-out shapes of which
     the whole space was measured, or EXPLORED of its configs."""
-    by_problem: dict[Problem, dict[Config, float]] = defaultdict(dict)
-    for point in held:
-        if isinstance(point.config, Config):
-            by_problem[point.problem][point.config] = point.latency_us
+    by_problem: dict[Problem, dict[AnyConfig, float]] = defaultdict(dict)
+    for point in ours(held):
+        by_problem[point.problem][point.config] = point.latency_us
     found = []
     for problem, measured in by_problem.items():
         space = rank(problem, machine)
         ranked = [measured[config] for config in space if config in measured]
         if len(ranked) >= max(LEAST, min(EXPLORED, len(space))):
-            over = [round(us / min(ranked) - 1.0, 6) for us in ranked[:TOP]]
+            least_us = min(ranked)
+            over = [round(us / least_us - 1.0, 6) for us in ranked[:TOP]]
             shape = f"{problem.shape} on {problem.gpus} GPUs"
             found.append(Regret(shape, len(ranked), over[0], min(over)))
     return found

@@ -29,12 +29,12 @@ def problems(gpus: int) -> list[Problem]:
     return found
 
 
-def plan(problem: Problem, configs: int = CONFIGS) -> list[AnyConfig]:
+def plan(problem: Problem, configs: int | None = None) -> list[AnyConfig]:
     """What is measured of a shape: baselines in one variant each and not in parts, the defaults,
-    then some of each family, so many of ours in all (or the whole space)."""
+    then some of each family, so many of ours in all (None: CONFIGS), or the whole space."""
     chosen = defaults(problem)
     for config in _turns(problem):
-        if len(chosen) >= configs:
+        if len(chosen) >= (configs or CONFIGS):
             break
         if config not in chosen:
             chosen.append(config)

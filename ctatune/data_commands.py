@@ -22,7 +22,9 @@ from ctatune.problem import Problem
 @click.command()
 @gpus_option
 @click.option("--shape", "shapes", multiple=True, help=f"{SHAPE_HELP} Instead of sixty shapes.")
-@click.option("--configs", type=click.IntRange(1), help="Of each shape, of ours [14].")
+@click.option(
+    "--configs", type=click.IntRange(1), help="Of ours, of each shape (a few if not given)."
+)
 @click.option("--time", "time_text", default="10m", show_default=True, help="Start none after it.")
 @db_option
 def calibrate(
@@ -37,12 +39,8 @@ def calibrate(
         click.echo(f"{problem.shape}: {timed} configs timed")
 
     with session.open_session(gpus, db, None, command_line()) as opened:
-        opened.calibrate(
-            problems or calibrate.problems(gpus),
-            show,
-            seconds_of(time_text),
-            configs or calibrate.CONFIGS,
-        )
+        asked = problems or calibrate.problems(gpus)
+        opened.calibrate(asked, show, seconds_of(time_text), configs)
 
 
 @click.command()

@@ -34,7 +34,6 @@ class Part:
     work: Work
     time: TileTime
     tile_us: float
-    ahead_us: float  # what it saves a tile that waits to have loaded weights
     period_us: float  # from tile to tile of a CTA
     link_us: float  # of one tile to all peers that need it
     late_us: float  # how late the last slab of the last CTA's paced tile leaves
@@ -171,7 +170,6 @@ def _part(work: Work, peers: float, clock: float, pace_us: float, machine: Machi
         work=work,
         time=time,
         tile_us=tile_us,
-        ahead_us=time.ahead_us(work.active),
         period_us=max(tile_us, late_us + 2.0 * machine.flag_us) if late_us else tile_us,
         link_us=machine.link_us(work.tile_bytes * peers),
         late_us=late_us,

@@ -75,9 +75,9 @@ class Session:
         problems: Sequence[Problem],
         report: Callable[[Problem, int], None],
         seconds: float,
-        configs: int = calibrate.CONFIGS,
+        configs: int | None = None,
     ) -> None:
-        """Screen the plan of every problem, with so many configs of ours, until time is up.
+        """Screen `calibrate.plan` of every problem until time is up.
 
         What is stored is not measured again. `report` hears of each shape and of how many configs
         were timed. Raises: UsageError without a GPU.

@@ -102,7 +102,7 @@ class _Simulation:
             for gpu in self.parts
         ]
         self.ahead_us = [
-            (down.ahead_us, down.time.ahead_us(down.work.tiles % self.ctas))
+            tuple(down.time.ahead_us(n) for n in (down.work.active, down.work.tiles % self.ctas))
             for _, down in self.parts
         ]
         # What a segment, or what another GPU summed over it, takes of the time of a `down` tile.

@@ -169,7 +169,7 @@ class TileTime(NamedTuple):
         return self._bound_us(self.memory, active) + self.between_us
 
     def ahead_us(self, active: float) -> float:
-        """What weights that were loaded ahead save."""
+        """What it saves a tile that waits to have loaded weights."""
         return self._bound_us(self.memory, active) - self._bound_us(self.memory_ahead, active)
 
     def _bound_us(self, memory: Memory, active: float) -> float:

@@ -38,10 +38,11 @@ def test_a_race_left_out_is_met_by_those_beside_it(m, monkeypatch):
     found = decide(replace(WEIGHTS, m=m), without(m), MACHINE, set())
     assert found is not None
     assert found.config.method == "cta"
-    assert found.prediction.latency_us == pytest.approx(fastest_us, rel=0.12)
+    off = 0.12 if m == 256 else 0.07  # there the races beside lead astray
+    assert found.prediction.latency_us == pytest.approx(fastest_us, rel=off)
     for method in ("single", "tp_twoshot"):
         measured_us = min(us for c, us in real.items() if c.method == method and us)
-        assert found.baselines[method] == pytest.approx(measured_us, rel=0.12)
+        assert found.baselines[method] == pytest.approx(measured_us, rel=off)
 
 
 def test_nothing_is_said_far_from_what_was_measured():

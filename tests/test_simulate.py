@@ -178,7 +178,7 @@ def check_waits(schedule: Schedule, timeline: Timeline) -> None:
         whole_us = left_us = min(down.tile_us, down.time.us(down.work.tiles % down.work.ctas))
         own = schedule.columns[UP][tile.gpu]
         first = schedule.segments.index(own) if own.width else 0
-        spare_us = len(schedule.segments) * down.ahead_us + 1e-6
+        spare_us = len(schedule.segments) * down.time.ahead_us(down.work.active) + 1e-6
         assert tile.end_us - tile.start_us >= left_us - spare_us
         for segment in schedule.circle(first):
             part = schedule.segments[segment]
