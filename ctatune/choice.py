@@ -10,6 +10,7 @@ from typing import Any
 
 from ctatune.config import AnyConfig
 from ctatune.errors import NoAnswer, UsageError
+from ctatune.jit import kernel_hash
 from ctatune.known import alike, differences, of_weights, platform_of, user_rows, wanted_of
 from ctatune.limits import why_invalid
 from ctatune.machine_model import load
@@ -128,6 +129,8 @@ def _measured(
     notes = ["screened, not raced"] if phase == "screen" else []
     if won.platform.name != wanted["platform"]:
         notes.append(f"measured on {won.platform.name}, whose GPU is the same")
+    if won.kernel_hash not in (None, kernel_hash()):
+        notes.append("measured with an older version of our kernel, which is as fast")
     if no_kernel:
         notes.append(no_kernel)
     elif tied:

@@ -20,7 +20,7 @@ from scipy.optimize import least_squares
 from ctatune.baseline_latency import modelled, plain
 from ctatune.config import AnyConfig, Config
 from ctatune.errors import UsageError
-from ctatune.jit import kernel_hash
+from ctatune.known import of_this_kernel
 from ctatune.latency import estimate
 from ctatune.machine_model import Z90, MachineModel, family, model_of
 from ctatune.problem import Problem
@@ -67,7 +67,7 @@ def points(rows: Iterable[Row]) -> list[Point]:
     newest: dict[tuple[Problem, AnyConfig], Row] = {}
     for row in sorted(rows, key=lambda row: row.age):
         good = row.good and (row.measurement.phase, row.protocol) == ("screen", PROTOCOL)
-        of_ours = isinstance(row.config, Config) and row.kernel_hash == kernel_hash()
+        of_ours = isinstance(row.config, Config) and of_this_kernel(row)
         has_model = plain(row.config) in modelled(row.problem)
         if good and (of_ours or has_model):
             newest[row.problem, row.config] = row

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import logging
 import os
 import re
@@ -80,6 +81,19 @@ def kernel_hash() -> str:
     """
     code = re.sub(r"//[^\n]*", "", source("mlp"))
     return digest(re.sub(r"\s+", " ", code).strip())
+
+
+def equal_kernels() -> frozenset[str]:
+    """Hashes of older versions of the MLP kernel that are as fast as the present one.
+
+    `kernels/equal.json` says so for one version, with what showed it; a change of the code ends it.
+    """
+    return frozenset(_equal().get(kernel_hash(), ()))
+
+
+@cache
+def _equal() -> dict[str, dict[str, str]]:
+    return json.loads((room("kernels") / "equal.json").read_text(encoding="utf-8"))
 
 
 def version_of(wheel: str) -> str | None:

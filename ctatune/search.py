@@ -20,7 +20,7 @@ from ctatune import latency, records, space
 from ctatune.baseline_latency import modelled
 from ctatune.computed import rank
 from ctatune.config import OWN_KERNEL, AnyConfig, Baseline, Config
-from ctatune.jit import kernel_hash
+from ctatune.known import of_this_kernel
 from ctatune.machine_model import MachineModel
 from ctatune.problem import Problem
 from ctatune.proposals import Proposals
@@ -103,7 +103,7 @@ class Hardware:
             row
             for row in sorted(rows, key=lambda row: row.age)
             if row.run.platform == self._worker.platform
-            and (row.config.method not in OWN_KERNEL or row.kernel_hash == kernel_hash())
+            and (row.config.method not in OWN_KERNEL or of_this_kernel(row))
         ]
 
     def trial(self, config: AnyConfig) -> tuple[float | None, str]:

@@ -1,6 +1,7 @@
 """Two processes as the ranks of an Mlp, for tests that need GPUs; what they give is digests of Y2.
 
-What runs in them is here, since children import it.
+What runs in them is here, since children import it. Where ranks share a GPU (conftest.py), so do
+the processes, which the driver then runs in turns of milliseconds.
 """
 
 # cuda-python ships no type stubs.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import multiprocessing
+import os
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,15 +22,18 @@ from typing import Any
 import numpy as np
 
 import ctatune
+from ctatune import shared
 from ctatune.abi import bf16_bits
 from ctatune.arrays import GpuArray
 from ctatune.config import Config, Tile
 from ctatune.errors import DeviceError, PipelineTimeoutError
-from ctatune.gpus import Arena, check
+from ctatune.gpus import Arena, Gpus, check
 from ctatune.problem import BF16_BYTES
+from ctatune.ranks import Ranks
 
 K, H, N, MOST = 512, 1024, 768, 4096
 EXCHANGE_S, WHOLE_S = 20, 45  # what waits, at most
+SHARED = int(os.environ.get("CTATUNE_TEST_RANKS", "1")) > 1
 Digests = dict[str, str]
 
 
@@ -160,6 +165,8 @@ def one_process(job: str, axis: str, numbers: Sequence[int]) -> Digests:
     from ctatune import placement
 
     kept = placement.SCHEDULES
+    if SHARED:
+        shared._made.setdefault(range(2), shared.Shared(Gpus(2, ranks=2)))
     try:
         with warnings.catch_warnings(), ctatune.Mlp(*weights(), choice(axis), gpus=2) as mlp:
             warnings.simplefilter("ignore")
@@ -183,7 +190,20 @@ def of_rank(rank: int, link: Any, axis: str = "n") -> ctatune.Mlp:
     """Rank 0 alone knows of the choice."""
     mine = choice(axis) if rank == 0 else None
     exchange = exchange_over(rank, link)
-    return ctatune.Mlp.for_rank(rank, 2, *weights(), mine, exchange=exchange)
+    if SHARED:
+        Ranks.gather = as_if_apart  # pyright: ignore[reportAttributeAccessIssue]
+    gpu = 0 if SHARED else rank
+    return ctatune.Mlp.for_rank(rank, 2, *weights(), mine, exchange=exchange, gpu=gpu)
+
+
+gather = Ranks.gather
+
+
+def as_if_apart(ranks: Ranks, what: str, make: Callable[[], Any]) -> list[Any]:
+    """Ranks that share a GPU do not tell each other."""
+    if what == "connecting":
+        return gather(ranks, what, lambda: f"{make()} of rank {ranks.here[0]}")
+    return gather(ranks, what, make)
 
 
 def run_job(rank: int, link: Any, job: str, axis: str, numbers: Sequence[int]) -> list[Digests]:

@@ -9,16 +9,20 @@ import signal
 import subprocess
 import sys
 import time
+from math import log
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
-from ctatune import cli, session
+from ctatune import cli, jit, session
 from ctatune.presets import PRESETS
 from ctatune.store import Store
 from ctatune.telemetry import gpu_count
 
+ROOT = Path(__file__).parent.parent
 SHAPE = ["--shape", "1536x8192x8192", "--gpus", "2"]
 without_gpu = pytest.mark.skipif(gpu_count() > 0, reason="this machine has a GPU")
 
@@ -238,17 +242,32 @@ def test_a_race_needs_gpus(tmp_path):
     fails(ctatune("bench", *SHAPE, "--db", tmp_path / "x.db"), 2, "needs GPUs", "--stored")
 
 
-def test_the_results_in_the_readme_are_those_that_are_shipped():
-    root = Path(__file__).parent.parent
-    script = root / "benchmarks" / "readme.py"
-    spec = importlib.util.spec_from_file_location("readme", script)
+def benchmark(name: str) -> Any:
+    """A script of `benchmarks/`, as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    readme = (root / "README.md").read_text()
+    return module
+
+
+def test_the_results_in_the_readme_are_those_that_are_shipped():
+    module = benchmark("readme")
+    readme = (ROOT / "README.md").read_text()
     assert module.spliced(readme) == readme
-    assert module.details() == (root / "docs" / "results.md").read_text()
+    assert module.details() == (ROOT / "docs" / "results.md").read_text()
+
+
+def test_a_kernel_that_counts_as_the_present_one_raced_as_fast_as_it():
+    found = [
+        log(ratio)
+        for old in jit.equal_kernels()
+        for _, _, ratio in benchmark("versions").compared(jit.kernel_hash(), old)
+    ]
+    if jit.equal_kernels():
+        assert len(found) >= 20
+        assert abs(fmean(found)) < 0.02
 
 
 def test_every_command_is_in_the_readme():

@@ -94,3 +94,10 @@ def test_the_hash_ignores_comments_and_blank_space(monkeypatch):
         jit.kernel_hash.cache_clear()
         assert (jit.kernel_hash() == before) is same
     jit.kernel_hash.cache_clear()
+
+
+def test_a_change_of_the_code_ends_what_older_versions_count_for(monkeypatch):
+    assert jit.equal_kernels()
+    assert jit.kernel_hash() not in jit.equal_kernels()
+    monkeypatch.setattr(jit, "kernel_hash", lambda: "changed")
+    assert jit.equal_kernels() == frozenset()

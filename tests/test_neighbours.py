@@ -10,6 +10,7 @@ import pytest
 import ctatune
 from ctatune import neighbours, race
 from ctatune.config import AnyConfig, Baseline
+from ctatune.jit import kernel_hash
 from ctatune.machine_model import load
 from ctatune.neighbours import decide
 from ctatune.problem import Problem
@@ -165,8 +166,10 @@ def test_races_of_another_identity_say_nothing(tmp_path):
 
 def test_what_was_wrong_beside_is_not_answered(tmp_path):
     config = answer(tmp_path / "none.db").config
+    fault = Measurement(outcome="wrong", phase="screen", detail="NaNs")
+    now = {"kernel": kernel_hash()}
     wrong = [
-        replace(row, measurement=Measurement(outcome="wrong", phase="screen", detail="NaNs"))
+        replace(row, measurement=fault, run=replace(row.run, versions=now))
         for row in dated(ROWS)
         if row.config == config
     ]

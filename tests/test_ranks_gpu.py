@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rank_rig import MOST, both, contexts, left_alone, one_process, run_job
 
-pytestmark = [pytest.mark.gpus(2), pytest.mark.real]
+pytestmark = pytest.mark.gpus(2)
 
 
 def numbers(count: int) -> list[int]:
@@ -31,5 +31,6 @@ def test_a_peer_that_stops_is_a_timeout():
     assert "GPU 0 waited more than 2 s" in said
 
 
+@pytest.mark.real
 def test_a_rank_has_a_context_on_its_own_gpu_alone():
     assert both(contexts) == [[0], [1]]

@@ -163,7 +163,7 @@ def test_what_another_kernel_failed_at_is_tried_again(tmp_path, monkeypatch):
     path = tmp_path / "x.db"
     with monkeypatch.context() as patched:
         patched.setattr("test_search.kernel_hash", lambda: "0ld")
-        patched.setattr("ctatune.search.kernel_hash", lambda: "0ld")
+        patched.setattr("ctatune.jit.kernel_hash", lambda: "0ld")
         for _ in range(TRIES):
             hardware(path, "break", trials=8)
     with Store.open(path) as store:

@@ -1,0 +1,81 @@
+"""Whether two versions of our kernel are equally fast, from the races that are shipped.
+
+    python benchmarks/versions.py
+
+For each pair of versions of `kernels/equal.json` and each config that was raced with both: how its
+latency over that of the same baselines, interleaved in each race, changed from the older version to
+the newer one. Machine, day and clocks are in neither ratio.
+"""
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from math import exp, log
+from statistics import fmean
+
+from ctatune import race
+from ctatune.config import AnyConfig, Config
+from ctatune.problem import Problem
+from ctatune.rooms import room
+from ctatune.rows import Row
+from ctatune.seed import shipped_rows
+
+Races = dict[str, dict[AnyConfig, float]]  # of each version: latencies of its newest race
+
+
+def races_of(rows: list[Row]) -> Races:
+    """The newest race of each version of the kernel, of the rows of one problem."""
+    found: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        found[row.run.versions["kernel"]].append(row)
+    return {
+        kernel: {row.config: row.measurement.latency_us or 0.0 for row in race.newest(some)}
+        for kernel, some in found.items()
+    }
+
+
+def changes(races: Races, new: str, old: str) -> Iterator[tuple[Config, float]]:
+    """For each config of ours that ran in a race of both versions: its latency with the new one
+    over that with the old one, each over the geometric mean of the baselines of both races."""
+    if not {new, old} <= races.keys():
+        return
+    both = races[new].keys() & races[old].keys()
+    rivals = [config for config in both if not isinstance(config, Config)]
+    for config in both if rivals else ():
+        if isinstance(config, Config):
+            drift = fmean(log(races[new][c] / races[old][c]) for c in rivals)
+            yield config, races[new][config] / races[old][config] / exp(drift)
+
+
+def compared(new: str, old: str) -> list[tuple[Problem, Config, float]]:
+    """The changes of all shipped problems."""
+    of: dict[Problem, list[Row]] = defaultdict(list)
+    for row in shipped_rows():
+        of[row.problem].append(row)
+    return [
+        (problem, config, ratio)
+        for problem in sorted(of, key=lambda p: (p.gpus, p.k, p.h, p.n, p.m))
+        for config, ratio in changes(races_of(of[problem]), new, old)
+    ]
+
+
+def main() -> None:
+    for new, olds in json.loads((room("kernels") / "equal.json").read_text()).items():
+        for old in olds:
+            found = compared(new, old)
+            for problem, config, ratio in found:
+                print(f"{ratio:.3f} {problem.gpus} {problem.shape} {config}")
+            for gpus in sorted({problem.gpus for problem, _, _ in found}):
+                ratios = [ratio for problem, _, ratio in found if problem.gpus == gpus]
+                print(
+                    f"{old} to {new}, {gpus} GPU{'s' * (gpus > 1)}: {len(ratios)} configs, "
+                    f"geometric mean {exp(fmean(map(log, ratios))):.3f}, "
+                    f"{min(ratios):.3f} .. {max(ratios):.3f}"
+                )
+            if not found:
+                sys.exit(f"no config was raced with both {new} and {old}")
+
+
+if __name__ == "__main__":
+    main()
