@@ -21,7 +21,7 @@ from ctatune.records import Platform, Prediction
 from ctatune.schedule import layer_columns
 from ctatune.work import Memory, TileTime, Work
 
-ESTIMATE = "estimate-6"
+ESTIMATE = "estimate-7"
 _NONE = Memory(0.0, 0.0, 0.0, 0.0)
 _NO_TIME = TileTime(0.0, _NONE, _NONE, 0.0, 0.0)  # of a GPU that has no tiles of a layer
 _BURST = 0.5  # part of the last wave's outgoing burst that the spread of its tiles does not hide
@@ -38,6 +38,11 @@ class Part:
     link_us: float  # of one tile to all peers that need it
     late_us: float  # how late the last slab of the last CTA's paced tile leaves
     lost_us: float  # what the first burst of tiles to peers takes from the next tile
+    beside: float  # CTAs whose loads would be those of `down` tiles that wait beside a last wave
+
+    def last_us(self, tiles: int) -> float:
+        """Time of a tile in a last wave of so many."""
+        return self.time.us(tiles + self.beside)
 
 
 Parts = tuple[Part, Part]
@@ -93,11 +98,7 @@ def _clocked(problem: Problem, config: Config, machine: MachineModel) -> tuple[l
 
     def at(clocks: dict[Works, float]) -> tuple[list[Parts], float]:
         found = {
-            gpu: (
-                _part(*gpu[0], clocks.get(gpu, 1.0), config.pace_us, machine),
-                _part(*gpu[1], clocks.get(gpu, 1.0), config.pace_us, machine),
-            )
-            for gpu in set(works)
+            gpu: _both(gpu, clocks.get(gpu, 1.0), config.pace_us, machine) for gpu in set(works)
         }
         parts = [found[gpu] for gpu in works]
         gpus = Counter(parts)
@@ -162,9 +163,28 @@ def _works(problem: Problem, config: Config, platform: Platform) -> tuple[Works,
     )
 
 
-def _part(work: Work, peers: float, clock: float, pace_us: float, machine: MachineModel) -> Part:
+def _both(gpu: Works, clock: float, pace_us: float, machine: MachineModel) -> Parts:
+    """CTAs that have no tile of the last wave of `up` begin with `down`: they load what they can
+    while they wait for Y1, from the same memory."""
+    (up, up_peers), (down, down_peers) = gpu
+    second = _part(down, down_peers, clock, pace_us, machine)
+    idle, beside = min(-up.tiles % up.ctas, down.tiles), 0.0
+    if idle and up.tiles:
+        hbm_us = second.time.memory.hbm_us - second.time.memory_ahead.hbm_us
+        beside = idle * hbm_us / machine.tile_time(up, clock).memory.hbm_us
+    return _part(up, up_peers, clock, pace_us, machine, beside), second
+
+
+def _part(
+    work: Work,
+    peers: float,
+    clock: float,
+    pace_us: float,
+    machine: MachineModel,
+    beside: float = 0.0,
+) -> Part:
     time = machine.tile_time(work, clock) if work.tiles else _NO_TIME
-    tile_us = time.us(work.active)
+    tile_us = time.us(work.active + beside * (work.tiles < work.ctas))
     late_us = pace_delay_us(work.tile, pace_us, 1.0) if peers else 0.0
     return Part(
         work=work,
@@ -174,6 +194,7 @@ def _part(work: Work, peers: float, clock: float, pace_us: float, machine: Machi
         link_us=machine.link_us(work.tile_bytes * peers),
         late_us=late_us,
         lost_us=machine.burst_loss_us(work, peers, pace_us, tile_us),
+        beside=beside,
     )
 
 
@@ -217,7 +238,7 @@ def _span_us(part: Part, tiles: int) -> float:
     """Time in which the CTAs work off so many tiles of a layer: those of the last wave have L2 and
     HBM for themselves."""
     whole, rest = divmod(tiles, part.work.ctas)
-    rest_us = part.time.us(rest) if rest else 0.0
+    rest_us = part.last_us(rest) if rest else 0.0
     if not whole:
         return rest_us
     return part.tile_us + (whole - 1) * part.period_us + rest_us
@@ -271,7 +292,7 @@ def _unhindered_us(up: Part, down: Part) -> float:
             tiles_us += down.tile_us + (downs - 1) * down.period_us
         if cta < last:
             part = down if downs else up
-            tiles_us += part.time.us(min(last, part.work.tiles)) - part.tile_us
+            tiles_us += part.last_us(min(last, part.work.tiles)) - part.tile_us
         fullest_us = max(fullest_us, tiles_us)
     return fullest_us
 

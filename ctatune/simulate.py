@@ -23,7 +23,7 @@ from ctatune.problem import BF16_BYTES, Problem
 from ctatune.records import Prediction
 from ctatune.schedule import DOWN, NOTHING, PARTIAL, UP, Schedule, build
 
-SIMULATOR = "simulator-6"
+SIMULATOR = "simulator-7"
 
 
 class TileSpan(NamedTuple):
@@ -98,7 +98,7 @@ class _Simulation:
         self.outputs = [problem.h, problem.n, problem.n]
         self.link_us, self.local_us = machine.link_us(1.0), machine.local_store_us(1.0)  # a byte
         self.tile_us = [
-            [(part.tile_us, part.time.us(part.work.tiles % self.ctas)) for part in gpu]
+            [(part.tile_us, part.last_us(part.work.tiles % self.ctas)) for part in gpu]
             for gpu in self.parts
         ]
         self.ahead_us = [
