@@ -12,7 +12,7 @@ from ctatune.config import Config
 from ctatune.jit import kernel_hash
 from ctatune.machine_model import DEFAULT_PLATFORM, document
 from ctatune.problem import Problem
-from ctatune.seed import shipped_rows
+from ctatune.seed import shipped, shipped_rows, shipped_shapes
 from ctatune.stats import ratio_interval, verdict
 
 ROOT = Path(__file__).parent.parent
@@ -139,7 +139,14 @@ def results() -> str:
         "busy between the rounds of the race. Every method of every race, with intervals and "
         "joules: [docs/results.md](docs/results.md).\n"
     )
-    return "\n".join([head, summary(found), "![latency over tokens](docs/latency.png)\n"])
+    pairs = [pair for shape in shipped_shapes() for pair in race.controls(shipped(shape))]
+    false = sum(pair.verdict != "tie" for pair in pairs)
+    control = (
+        f"Of {len(pairs)} configs that ran twice in one of these or of older races (A/A), "
+        f"{false} are not called a tie with themselves.\n"
+    )
+    plot = "![latency over tokens](docs/latency.png)\n"
+    return "\n".join([head, summary(found), control, plot])
 
 
 def details() -> str:

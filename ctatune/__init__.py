@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from ctatune.answers import best, refresh
-from ctatune.errors import NoAnswer
+from ctatune.errors import CtatuneError, DeviceError, NoAnswer, UsageError
 
 if TYPE_CHECKING:
     from ctatune.choice import Choice
@@ -11,7 +11,17 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["Choice", "Mlp", "NoAnswer", "__version__", "best", "refresh"]
+__all__ = [
+    "Choice",
+    "CtatuneError",
+    "DeviceError",
+    "Mlp",
+    "NoAnswer",
+    "UsageError",
+    "__version__",
+    "best",
+    "refresh",
+]
 
 
 def __getattr__(name: str) -> Any:

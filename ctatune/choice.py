@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ctatune.config import AnyConfig
+from ctatune.config import OWN_KERNEL, AnyConfig
 from ctatune.errors import NoAnswer, UsageError
 from ctatune.jit import kernel_hash
 from ctatune.known import alike, differences, of_weights, platform_of, user_rows, wanted_of
@@ -129,14 +129,14 @@ def _measured(
     notes = ["screened, not raced"] if phase == "screen" else []
     if won.platform.name != wanted["platform"]:
         notes.append(f"measured on {won.platform.name}, whose GPU is the same")
-    if won.kernel_hash not in (None, kernel_hash()):
-        notes.append("measured with an older version of our kernel, which is as fast")
+    if won.config.method in OWN_KERNEL and won.kernel_hash != kernel_hash():
+        notes.append("measured with an older version of our kernel")
     if no_kernel:
         notes.append(no_kernel)
     elif tied:
         notes.append(f"a tie with {', '.join(tied)}")
     elif won.config.method != "cta":
-        notes.append(f"do not pipeline this: {won.config} is faster than our kernel")
+        notes.append(f"run {won.config}: our kernel is slower here")
     rivals = sorted((row for row in timed if row.config.method != "cta"), key=_latency_us)
     return _choice(
         problem,

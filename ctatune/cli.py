@@ -18,6 +18,7 @@ from ctatune import __version__, data_commands
 from ctatune.errors import CtatuneError, UsageError
 from ctatune.options import (
     SHAPE_HELP,
+    SHAPES_HELP,
     TRIALS_HELP,
     command_line,
     common_options,
@@ -75,7 +76,7 @@ def doctor(db: Path | None, as_json: bool) -> None:
 
 
 @main.command()
-@click.option("--shape", "shapes", multiple=True, required=True, help=SHAPE_HELP)
+@click.option("--shape", "shapes", multiple=True, required=True, help=SHAPES_HELP)
 @click.option("--trials", type=click.IntRange(1), default=40, show_default=True, help=TRIALS_HELP)
 @click.option(
     "--time",
@@ -106,6 +107,11 @@ def search(
         for problem in problems:
             with Progress(problem) as progress:
                 choice = opened.search(problem, progress.show, trials=trials, seconds=seconds)
+            if not progress.trials:
+                held = f"the database holds {trials} configs, or time was up"
+                click.echo(f"ctatune: {problem.shape}: nothing new was tried, {held}", err=True)
+            if opened.simulates and choice.source in ("measured", "neighbour"):
+                click.echo("ctatune: measurements answer before simulations", err=True)
             choices.append(choice)
             if not as_json:
                 _print_choice(choice)
@@ -132,7 +138,7 @@ def best(
 
 
 @main.command()
-@click.option("--shape", "shapes", multiple=True, help=SHAPE_HELP)
+@click.option("--shape", "shapes", multiple=True, help=SHAPES_HELP)
 @click.option(
     "--preset", "presets", type=click.Choice(list(PRESETS)), multiple=True, help="Named shapes."
 )

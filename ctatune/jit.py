@@ -84,9 +84,9 @@ def kernel_hash() -> str:
 
 
 def equal_kernels() -> frozenset[str]:
-    """Hashes of older versions of the MLP kernel that are as fast as the present one.
+    """Hashes of older versions of the MLP kernel whose latencies count as those of the present one.
 
-    `kernels/equal.json` says so for one version, with what showed it; a change of the code ends it.
+    `kernels/equal.json` names them, and what compared them; a change of the code ends it.
     """
     return frozenset(_equal().get(kernel_hash(), ()))
 

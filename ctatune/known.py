@@ -103,8 +103,8 @@ def differences(row: Row, wanted: dict[str, Any]) -> list[str]:
 
 
 def of_this_kernel(row: Row) -> bool:
-    """Whether a row is of the present version of our kernel, or as good as that: a latency of a
-    version that is as fast. A failure of that one means nothing to this one."""
+    """Whether a row is of the present version of our kernel, or as good as that: a latency of one
+    of `jit.equal_kernels`, whose failures mean nothing to the present one."""
     if row.measurement.outcome == "ok" and row.kernel_hash in jit.equal_kernels():
         return True
     return row.kernel_hash == jit.kernel_hash()

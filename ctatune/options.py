@@ -25,6 +25,7 @@ def options(*options: Callable) -> Callable:
 
 TRIALS_HELP = "Configs a shape, counting those that the database holds."
 SHAPE_HELP = "MxKxHxN, or MxKxH for N = K."
+SHAPES_HELP = f"{SHAPE_HELP} May be repeated."
 gpus_option = click.option("--gpus", type=int, required=True, help="Number of GPUs to use.")
 problem_options = options(
     gpus_option,

@@ -14,6 +14,7 @@ class Progress:
 
     def __init__(self, problem: Problem) -> None:
         console = Console(stderr=True)
+        self.trials = 0  # that were shown
         self._plain = not console.is_terminal
         self._bar = progress.Progress(
             progress.TextColumn("{task.description}"),
@@ -34,6 +35,7 @@ class Progress:
 
     def show(self, step: Step) -> None:
         """Report one trial: on the bar, and as a line when it failed or there is no bar."""
+        self.trials += 1
         best = f"best {step.best_us:.1f} us" if step.best_us is not None else ""
         self._bar.update(self._task, completed=step.done, total=step.goal, best=best)
         if self._plain or step.latency_us is None:

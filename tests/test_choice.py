@@ -128,7 +128,7 @@ def test_a_faster_baseline_is_the_answer_and_says_so(db):
     choice = best()
     assert (choice.method, choice.config, choice.latency_us) == ("microbatch", chunks[0], 110.0)
     assert choice.baselines == {"microbatch": 110.0}
-    assert "do not pipeline this: microbatch chunk 128 is faster" in choice.note
+    assert "run microbatch chunk 128: our kernel is slower here" in choice.note
     alone = replace(PROBLEM, gpus=1)
     run(
         db,
@@ -195,13 +195,13 @@ def test_a_race_without_this_kernel_is_no_answer(db):
     choice = best()
     assert (choice.method, choice.source) == ("cta", "predicted")
     assert f"kernel_hash differs (row 0ld, now {jit.kernel_hash()})" in choice.note
-    assert "do not pipeline" not in choice.note
+    assert "slower" not in choice.note
     found = known.stored_rows(PROBLEM, db, None)
     assert ([row.config for row in found.rows], found.outdated) == ([tp[0]], 1)
     run(db, (CONFIG, measured(100.0)), (OTHER, measured(110.0)))
     assert (best().config, best().note) == (CONFIG, "screened, not raced")
     run(db, (CONFIG, final(100.0)), tp)
-    assert "do not pipeline" in best().note
+    assert "run tp: our kernel is slower here" in best().note
     run(db, (CONFIG, final(80.0)), (tp[0], single(85.0, phase="final")))
     run(db, (CONFIG, replace(OLD, phase="final")), tp, kernel="0ld")
     assert (best().latency_us, best().baselines) == (80.0, {"tp": 85.0})
@@ -265,7 +265,7 @@ def test_an_older_kernel_that_is_as_fast_answers_and_its_failures_do_not_count(d
     run(db, (CONFIG, replace(OLD, phase="final", latency_us=50.0)), kernel="0ld")
     choice = best()
     assert (choice.config, choice.source, choice.latency_us) == (CONFIG, "measured", 50.0)
-    assert "measured with an older version of our kernel, which is as fast" in choice.note
+    assert "measured with an older version of our kernel" in choice.note
     run(db, (CONFIG, Measurement(outcome="wrong", kernel=OLD.kernel)), kernel="0ld")
     assert best().config == CONFIG
     run(db, (CONFIG, measured(outcome="wrong")), (OTHER, final(60.0)))

@@ -95,6 +95,17 @@ def test_a_search_without_gpu_says_that_it_simulates(tmp_path):
         assert store.measurements() == []
     again = json.loads(ctatune("best", *shape, "--db", path, "--json").stdout)
     assert (again["config"], again["source"]) == (document["config"], "simulated")
+    more = ctatune("search", *shape, "--trials", 4, "--db", path)
+    assert "nothing new was tried, the database holds 4 configs" in more.stderr
+
+
+@without_gpu
+def test_a_simulation_of_what_is_measured_says_what_answers(tmp_path):
+    arguments = ["--shape", "64x8192x8192", "--gpus", 2, "--trials", 1]
+    result = ctatune("search", *arguments, "--db", tmp_path / "x.db")
+    assert "measurements answer before simulations" in result.stderr
+    assert "us (" in result.stdout
+    assert ", measured" in result.stdout
 
 
 @without_gpu
