@@ -103,16 +103,17 @@ def differences(row: Row, wanted: dict[str, Any]) -> list[str]:
 
 
 def of_this_kernel(row: Row) -> bool:
-    """Whether a row is of the present version of our kernel, or as good as that: a latency of one
-    of `jit.equal_kernels`, whose failures mean nothing to the present one."""
-    if row.measurement.outcome == "ok" and row.kernel_hash in jit.equal_kernels():
-        return True
-    return row.kernel_hash == jit.kernel_hash()
+    """Whether a row is of the present version of our kernel, or of one of `jit.equal_kernels`."""
+    return row.kernel_hash == jit.kernel_hash() or row.kernel_hash in jit.equal_kernels()
 
 
 def alike(rows: Sequence[Row], wanted: dict[str, Any]) -> list[Row]:
-    """The rows of the identity that is wanted."""
-    return [row for row in rows if not differences(row, wanted)]
+    """The rows of the identity that is wanted. What an older version of our kernel did with a
+    config counts, good or bad, until the present one was tried."""
+    found = [row for row in rows if not differences(row, wanted)]
+    now = {(row.problem, row.config) for row in found if row.kernel_hash == jit.kernel_hash()}
+    old = jit.equal_kernels()
+    return [r for r in found if r.kernel_hash not in old or (r.problem, r.config) not in now]
 
 
 def of_weights(problem: Problem, user: UserRows, wanted: dict[str, Any]) -> list[Row]:

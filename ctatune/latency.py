@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 
 from ctatune.baseline_latency import baseline_us
 from ctatune.config import AnyConfig, Baseline, Config
-from ctatune.limits import down_stages, resident_ctas
+from ctatune.limits import TILE_K, down_stages, resident_ctas
 from ctatune.machine_model import L2_SHARE, MachineModel, faded, pace_delay_us, prediction
 from ctatune.problem import Problem
 from ctatune.records import Platform, Prediction
@@ -81,7 +81,8 @@ def _reduced_us(
         own_us = _span_us(down, work.tiles) - _span_us(down, partial)
     burst_us = ((partial - 1) % work.ctas + 1) * machine.link_us(work.tile_bytes)
     here_us = end_us - own_us + burst_us + machine.flag_us
-    ones_us = (gpus - 1) * work.tile.n / work.inputs * down.tile_us
+    inputs = -(-work.inputs // TILE_K) * TILE_K
+    ones_us = (gpus - 1) * work.tile.n / inputs * down.tile_us
     return max(end_us, here_us) + ones_us
 
 

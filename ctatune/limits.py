@@ -71,9 +71,14 @@ def _why_shape(problem: Problem) -> str | None:
         if pitch % ALIGNMENT_BYTES:
             rule = f"a multiple of {ALIGNMENT_BYTES // size} (TMA: pitch of a row)"
             return f"{name} must be {rule}, got {getattr(problem, name)}"
-    weights = problem.weight_bytes / problem.gpus
-    y1 = 2 * size * problem.m * problem.h
-    if weights + y1 + size * problem.m * (problem.k + problem.n) > HBM_BYTES:
+    return _why_too_large(problem, 0)
+
+
+def _why_too_large(problem: Problem, partial_columns: int) -> str | None:
+    """Whether it does not fit into memory, with so many columns of partial sums behind Y1."""
+    columns = problem.k + 2 * (problem.h + partial_columns) + problem.n  # Y1 is there twice
+    activations = DTYPES[problem.dtype] * problem.m * columns
+    if problem.weight_bytes / problem.gpus + activations > HBM_BYTES:
         return f"weights and activations do not fit into {HBM_BYTES / 1e9:.0f} GB of GPU memory"
     return None
 
@@ -165,7 +170,7 @@ def _why_axis(config: Config, problem: Problem) -> str | None:
         return "down_axis h needs a tile of up on each GPU (it sums over what it computed)"
     if (config.up.m, config.up.split_k) != (config.down.m, config.down.split_k):
         return "down_axis h needs the same tile m and split_k in both layers (they share panels)"
-    return None
+    return _why_too_large(problem, problem.n + problem.gpus * config.down.n)
 
 
 def resident_ctas(config: Config, sm_count: int) -> int:

@@ -20,6 +20,7 @@ from ctatune import latency, records, space
 from ctatune.baseline_latency import modelled
 from ctatune.computed import rank
 from ctatune.config import OWN_KERNEL, AnyConfig, Baseline, Config
+from ctatune.jit import kernel_hash
 from ctatune.known import of_this_kernel
 from ctatune.machine_model import MachineModel
 from ctatune.problem import Problem
@@ -103,7 +104,7 @@ class Hardware:
             row
             for row in sorted(rows, key=lambda row: row.age)
             if row.run.platform == self._worker.platform
-            and (row.config.method not in OWN_KERNEL or of_this_kernel(row))
+            and (row.config.method not in OWN_KERNEL or _counts(row))
         ]
 
     def trial(self, config: AnyConfig) -> tuple[float | None, str]:
@@ -131,6 +132,12 @@ class Hardware:
             measured = replace(measured, outcome="wrong", detail=detail)
         self._store.add_measurement(self._run_id, self._problem, config, measured)
         return measured
+
+
+def _counts(row: Row) -> bool:
+    """Whether a row of our kernel says what the present version does: what an older one failed at
+    is tried again."""
+    return of_this_kernel(row) if row.good else row.kernel_hash == kernel_hash()
 
 
 class Simulated:
@@ -178,7 +185,8 @@ def search(
     seconds: float | None = None,
     race: bool = False,
 ) -> int:
-    """Try configs until `trials` are stored for this problem (earlier runs count) or time is up.
+    """Try configs until `trials` are stored for this problem (earlier runs count) or time is up;
+    the defaults in any case.
 
     The finalists race when a trial was made, of ours or of a baseline, now or since the last race,
     or when `race` asks.
@@ -195,9 +203,10 @@ def search(
     tried, best_us = len(latencies), _fastest(latencies)
     made = 0
     new_baselines = _try_baselines(problem, judge, known, end)
-    proposals = Proposals(ranked, known)
+    proposals, always = Proposals(ranked, known), space.defaults(problem)
     for config in _order(problem, ranked, proposals):
-        if tried + made >= trials or time.monotonic() > end:
+        enough = tried + made >= trials and config not in always
+        if enough or time.monotonic() > end:
             break
         if config in known:
             continue

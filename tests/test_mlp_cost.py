@@ -23,7 +23,7 @@ from ctatune.problem import BF16_BYTES, Problem
 from ctatune.timing import Timer
 
 HOST_US = 15.0
-pytestmark = [pytest.mark.gpus(2), pytest.mark.real]
+pytestmark = pytest.mark.gpus(2)
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +64,7 @@ def test_memory_does_not_grow(small):
     assert free() == before
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("everywhere", [False, True], ids=["x on GPU 0", "x everywhere"])
 def test_host_time_of_a_call(small, everywhere, record_property):
     """Enqueueing alone: the queue of a stream is never full."""
@@ -81,6 +82,7 @@ def test_host_time_of_a_call(small, everywhere, record_property):
     assert np.median(rounds_us) <= HOST_US, (np.median(rounds_us), min(rounds_us))
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("m", [64, 1024])
 def test_latency_is_that_of_bench(bench, wide, m, record_property):
     """By the same protocol, interleaved: chains with a barrier, its floor subtracted."""
