@@ -61,9 +61,7 @@ class Plans:
             even = [1 / problem.gpus] * problem.gpus
             outputs = (layer.outputs for layer in problem.layers)
             self.division = tuple(split_columns(count, UNIT, even) for count in outputs)
-            axis = default_config(problem).down_axis
-            if not all(own.width for own in self.division[0]):
-                axis = "n"  # a GPU sums over what it computed
+            axis = default_config(problem).down_axis  # h only where each GPU has columns of up
             self._way = 1.0, default_split(problem.gpus), axis
 
     @property
