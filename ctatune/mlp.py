@@ -200,20 +200,18 @@ class Mlp:
         """
         if not isinstance(x, (list, tuple)):
             streams = streams_of(stream, self._gpus[:1])
-            return self._enqueue([x], [] if out is None else [out], streams, False)[0]
+            return self._enqueue([x], [] if out is None else [out], streams)[0]
         for name, items in (("x", x), ("out", x if out is None else out)):
             require_each(name, items, len(self._gpus))
-        return list(self._enqueue(x, out or [], streams_of(stream, self._gpus), True))
+        return list(self._enqueue(x, out or [], streams_of(stream, self._gpus)))
 
-    def _enqueue(
-        self, x: Sequence[Any], out: Sequence[Any], streams: list[int], everywhere: bool
-    ) -> Sequence[Any]:
+    def _enqueue(self, x: Sequence[Any], out: Sequence[Any], streams: list[int]) -> Sequence[Any]:
         with self._shared:
             self._require_open()
             at = tuple([view(array, "x", streams[gpu])[:3] for gpu, array in enumerate(x)])
             to = tuple([view(array, "out", streams[gpu])[:3] for gpu, array in enumerate(out)])
             captured = self._shared.capturing(streams)
-            y = self._run((captured, everywhere, tuple(streams), at, to))
+            y = self._run((captured, tuple(streams), at, to))
         return out or y
 
     def _require_open(self) -> None:
@@ -243,7 +241,7 @@ class Mlp:
         streams = (int(self._shared.gpus.streams[0].handle),)
         for m in numbers:
             x = self._placement.own_x(tokens(m, self.problem))
-            self._run((False, False, streams, (x,), ()))
+            self._run((False, streams, (x,), ()))
         self.check()
 
     @_exclusive

@@ -34,8 +34,8 @@ from ctatune.shared import Bound, Listed, Shared
 SCHEDULES = 256  # numbers of tokens that stay ready: flags, a list of tiles, perhaps ones, each
 CALLS = 4096  # that stay ready: they differ in their places of X and Y2, or in their streams
 
-# Whether it is captured, whether X lies on every GPU, streams, places of X, places of Y2.
-Key = tuple[bool, bool, tuple[int, ...], tuple[Place, ...], tuple[Place, ...]]
+# Whether it is captured, streams (of all GPUs with X on each), places of X, places of Y2.
+Key = tuple[bool, tuple[int, ...], tuple[Place, ...], tuple[Place, ...]]
 
 
 class Ready(NamedTuple):
@@ -133,11 +133,11 @@ class Placement:
         return call
 
     def _new(self, key: Key) -> Call:
-        captured, everywhere, streams, x, y = key
+        captured, streams, x, y = key
         m = tokens_of(self._gpus, x, y, self._problem)
         ready = self._ready_for(m, captured)
         bound = self._bind(ready, m, [place[0] for place in x], [place[0] for place in y])
-        listed = self._shared.listed(bound, streams, everywhere=everywhere, captured=captured)
+        listed = self._shared.listed(bound, streams, captured)
         return Call(listed, ready.y[: len(x)], m)
 
     def _ready_for(self, m: int, captured: bool) -> Ready:

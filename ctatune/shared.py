@@ -116,12 +116,11 @@ class Shared:
                 return True
         return False
 
-    def listed(
-        self, bound: Bound, streams: Sequence[int], *, everywhere: bool, captured: bool
-    ) -> Listed:
-        """A call with each GPU's part on its stream, or (X lies on GPU 0 alone) all of it as one
-        piece of work on a stream of GPU 0."""
-        steps = (self._each if everywhere else self._spread)(bound, streams, captured)
+    def listed(self, bound: Bound, streams: Sequence[int], captured: bool) -> Listed:
+        """A call with each GPU's part on its stream, or (one stream: X lies on GPU 0 alone) all of
+        it as one piece of work on a stream of GPU 0."""
+        several = len(streams) > 1  # never in a capture
+        steps = self._each(bound, streams) if several else self._spread(bound, streams[0], captured)
         taken = [*streams, *self._eager.streams[len(streams) :]]
         return Listed(list(steps), None if captured else taken, bound)
 
@@ -142,13 +141,12 @@ class Shared:
             check(driver.cuStreamWaitEvent(stream, self._eager.ended[gpu], 0))
         self._last = streams
 
-    def _spread(self, bound: Bound, streams: Sequence[int], captured: bool) -> Iterator[_Step]:
+    def _spread(self, bound: Bound, stream: int, captured: bool) -> Iterator[_Step]:
         """The stream of GPU 0 waits for the others' kernels to end: a replay may come next, whose
         kernels begin on all GPUs when that stream says so."""
         lanes, others = self._captured if captured else self._eager, range(1, len(self.gpus))
-        (stream,) = streams
-        yield self._use(0)
         if others:
+            yield self._use(0)
             yield driver.cuEventRecord, (lanes.begun, _stream(stream))
         for gpu in others:
             here, words = lanes.streams[gpu], bound.pulls[gpu]
@@ -164,12 +162,11 @@ class Shared:
         if not captured:
             yield driver.cuEventRecord, (lanes.ended[0], _stream(stream))
 
-    def _each(self, bound: Bound, streams: Sequence[int], captured: bool) -> Iterator[_Step]:
+    def _each(self, bound: Bound, streams: Sequence[int]) -> Iterator[_Step]:
         for gpu, stream in enumerate(streams):
             yield self._use(gpu)
-            yield from self._part(bound, gpu, stream, captured)
-            if not captured:
-                yield driver.cuEventRecord, (self._eager.ended[gpu], _stream(stream))
+            yield from self._part(bound, gpu, stream, captured=False)
+            yield driver.cuEventRecord, (self._eager.ended[gpu], _stream(stream))
 
     def _use(self, gpu: int) -> _Step:
         return driver.cuCtxSetCurrent, (self._contexts[gpu],)
