@@ -226,7 +226,8 @@ class Mlp:
         try:
             self._shared.enqueue(call.listed)
         except BaseException as error:  # some GPUs may have begun without the others
-            if not key[0]:
+            captured, *_ = key
+            if not captured:
                 self._failed = f"a call was lost ({error or type(error).__name__})"
             raise
         return call.y

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 from ctatune import answers
 from ctatune.choice import Choice
-from ctatune.config import Config
+from ctatune.config import Config, DownAxis
 from ctatune.errors import NoAnswer, UsageError
 from ctatune.known import stored_rows
 from ctatune.limits import default_split, why_invalid
@@ -42,6 +43,14 @@ def bucket(m: int) -> int:
     return 1 << (m - 1).bit_length()
 
 
+class _Way(NamedTuple):
+    """What all configs of one division have in common."""
+
+    mix: float
+    stage_split: tuple[int, int]
+    down_axis: DownAxis
+
+
 class Plans:
     """Plans of one pair of weights (`problem` has the most tokens), divided over its GPUs as the
     config of `choice` divides them, or else evenly in multiples of UNIT columns."""
@@ -55,19 +64,19 @@ class Plans:
         self._warned = False
         given = choice.config if choice else None
         if isinstance(given, Config):
-            self._way = given.mix, given.stage_split, given.down_axis
+            self._way = _Way(given.mix, given.stage_split, given.down_axis)
             self.division = layer_columns(problem, given)
         else:
             even = [1 / problem.gpus] * problem.gpus
             outputs = (layer.outputs for layer in problem.layers)
             self.division = tuple(split_columns(count, UNIT, even) for count in outputs)
             axis = default_config(problem).down_axis  # h only where each GPU has columns of up
-            self._way = 1.0, default_split(problem.gpus), axis
+            self._way = _Way(1.0, default_split(problem.gpus), axis)
 
     @property
     def sums_over_gpus(self) -> bool:
         """Whether W_down is divided along h, and Y2 summed over GPUs."""
-        return self._way[2] == "h"
+        return self._way.down_axis == "h"
 
     @property
     def y1_width(self) -> int:
@@ -80,7 +89,7 @@ class Plans:
 
     def w_down_held(self, gpu: int) -> tuple[Columns, Columns]:
         """Rows and columns of W_down that a GPU holds."""
-        return w_down_held(self._problem, self.division, self._way[2], gpu)
+        return w_down_held(self._problem, self.division, self._way.down_axis, gpu)
 
     def of(self, m: int) -> Plan:
         """The plan for m tokens; warns once, of the first that is not measured.
@@ -111,8 +120,7 @@ class Plans:
                 if self._fits(problem, config):
                     yield replace(moved, config=config)
         for default in chain([default_config(problem)], candidates(problem)):
-            mix, split, axis = self._way
-            config = replace(default, mix=mix, stage_split=split, down_axis=axis)
+            config = replace(default, **self._way._asdict())
             if self._fits(problem, config):
                 yield Plan(config=config, source="predicted", note="a default of the search space")
 

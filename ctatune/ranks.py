@@ -31,13 +31,14 @@ from ctatune.gpus import PROBE_BYTES, Arena, Gpus, check
 from ctatune.jit import kernel_hash
 from ctatune.plans import Plan
 from ctatune.problem import MAX_GPUS
+from ctatune.shared import Copy
 
 BLOCK_BYTES = 2 << 20  # smaller allocations may share one with memory that is not for others
 _PIECE_BYTES = 4096  # of a block, at least
 _PROBE_PATTERN = 0x5A17D000
 
 Exchange = Callable[[bytes], Sequence[bytes]]
-Ends = tuple[tuple[int, ...], tuple[tuple[int, int, int], ...]]
+Ends = tuple[tuple[int, ...], tuple[Copy, ...]]
 
 
 class OneProcess:
@@ -80,7 +81,7 @@ class OneProcess:
 
     def ends(self, out: tuple[int, ...], own: tuple[int, ...], nbytes: int) -> Ends:
         """Where kernels store Y2 for `out` on the first GPUs here, with our own room elsewhere, and
-        what is copied after them (to, from, bytes)."""
+        what is copied after them."""
         del nbytes
         return out + own[len(out) :], ()
 
@@ -239,7 +240,7 @@ class Ranks(OneProcess):
 
     def ends(self, out: tuple[int, ...], own: tuple[int, ...], nbytes: int) -> Ends:
         """Peers store only into memory that is shared: `out` gets a copy."""
-        return own, tuple((to, own[self._rank], nbytes) for to in out)
+        return own, tuple(Copy(to, own[self._rank], nbytes) for to in out)
 
     def leave(self, drain: Callable[[], None]) -> None:
         """Free what is shared when nobody uses it any more, nor has it mapped."""

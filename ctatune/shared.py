@@ -38,14 +38,22 @@ _NOT_CAPTURED = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 _Step = tuple[Callable[..., Any], tuple[Any, ...]]  # a call of the driver
 
 
+class Copy(NamedTuple):
+    """A copy on one GPU, between pointers."""
+
+    to: int
+    source: int
+    nbytes: int
+
+
 class Bound(NamedTuple):
     """A call with its pointers: the kernel, what it takes on each GPU, (not for GPU 0) what the
-    kernel takes that fetches X from GPU 0, and what GPU 0 copies after it: to, from, bytes."""
+    kernel takes that fetches X from GPU 0, and what GPU 0 copies after it."""
 
     kernel: Kernel
     arguments: Sequence[Argument]
     pulls: Sequence[Argument]
-    copies: Sequence[tuple[int, int, int]]
+    copies: Sequence[Copy]
 
 
 class Listed(NamedTuple):
@@ -176,8 +184,8 @@ class Shared:
         begin early beside edges from other GPUs is not known."""
         args = bound.kernel.launch_args(bound.arguments[gpu], stream, early=not captured)
         yield driver.cuLaunchKernelEx, args
-        for to, source, nbytes in bound.copies if gpu == 0 else ():
-            yield driver.cuMemcpyDtoDAsync, (to, source, nbytes, _stream(stream))
+        for copy in bound.copies if gpu == 0 else ():
+            yield driver.cuMemcpyDtoDAsync, (*copy, _stream(stream))
 
     def _pull_on(self, stream: int) -> Any:
         config = driver.CUlaunchConfig()

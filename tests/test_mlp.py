@@ -251,7 +251,8 @@ def test_calls_that_were_made_last_stay_ready(monkeypatch):
     it = made()
     for i in range(10):
         it(x_of(pointer=X + 4096 * 512 * (i if i % 2 else 0)), stream=7)
-    assert [key[2][0][0] - X for key in it._placement._calls] == [4096 * 512 * i for i in (7, 0, 9)]
+    places = [x for _, _, x, _ in it._placement._calls]
+    assert [pointer - X for ((pointer, *_),) in places] == [4096 * 512 * i for i in (7, 0, 9)]
 
 
 def test_a_timeout_is_said_by_check_and_ends_the_object(machine):
