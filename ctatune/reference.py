@@ -145,18 +145,10 @@ class _State:
         """Steps that sum a tile: K of `up` in one, that of `down` a segment a step."""
         return len(self.schedule.segments) if layer == DOWN else 1
 
-    def _adds_partial(self, cta: _Cta) -> bool:
-        """Whether the next step of a `down` tile adds what another GPU summed."""
-        return self.schedule.reduces and cta.summed > 0
-
-    def _segment(self, cta: _Cta) -> int:
-        """The segment that the `down` tile of a CTA sums next."""
-        return self.schedule.circle(self._slot(cta)[4])[cta.summed]
-
     def _counter(self, cta: _Cta) -> int:
-        """The counter of a panel that says when that can be summed."""
-        behind = len(self.schedule.segments) if self._adds_partial(cta) else 0
-        return behind + self._segment(cta)
+        """The counter of a panel that the next step of a `down` tile or partial sum waits for."""
+        layer, *_, segment, _ = self._slot(cta)
+        return self.schedule.awaits(layer, segment)[cta.summed]
 
     def _missing(self, cta: _Cta) -> tuple[int, int] | None:
         """The first panel, and the counter of it, that the next step of a CTA waits for."""
@@ -198,14 +190,14 @@ class _State:
         if layer == UP:
             a, weights = self.x, self.local_weights[UP][cta.gpu][local : local + tile.n]
             inputs, held = Columns(0, schedule.problem.k), Columns(0, schedule.problem.k)
-        elif self._adds_partial(cta):
-            first = schedule.partial_column(cta.gpu) + self._segment(cta) * schedule.partial_width
+        elif (over := self._counter(cta) - len(schedule.segments)) >= 0:  # another GPU summed it
+            first = schedule.partial_column(cta.gpu) + over * schedule.partial_width
             rest = min(tile.n, schedule.problem.n - col)
             a, weights = self.y[UP][cta.gpu], np.eye(rest, dtype=np.float32)
             inputs = held = Columns(first + col, first + col + rest)
         else:
             a, held = self.y[UP][cta.gpu], schedule.w_down_held(cta.gpu)[1]
-            inputs = schedule.segments[self._segment(cta)]
+            inputs = schedule.segments[self._counter(cta)]
             weights = self.local_weights[DOWN][cta.gpu][local : local + tile.n]
         own = part_of(inputs, part, tile.split_k)
         weight = weights[:, own.start - held.start : own.stop - held.start]
@@ -226,13 +218,10 @@ class _State:
         for other in range(tile.split_k):
             if other != part:
                 result = result + parts[other][own]
-        receivers, counter = schedule.y2_gpus[cta.gpu], None
-        if layer == UP:
-            receivers, counter = schedule.y1_receivers(cta.gpu), segment
-        elif layer == PARTIAL:
-            receivers = (owner := schedule.owner(col),)
+        receivers, counter = schedule.delivers(cta.gpu, layer, col, segment)
+        if layer == PARTIAL:
+            (owner,) = receivers
             col += schedule.partial_column(owner) + segment * schedule.partial_width
-            counter = len(schedule.segments) + segment
         if counter is not None:
             result = round_bf16(result)
         for gpu in receivers:

@@ -42,7 +42,7 @@ class Schedule:
     column, segment); CTA c of C takes rows c, c + C, ... . `segments` divide the columns of Y1 by
     the GPU that computes them. An `up` tile lies in its segment; a `down` tile sums over all of
     them in a circle that begins with its segment (that of its own GPU, which is there first), and
-    waits in each panel that covers its rows for `segment_tiles` arrivals of each segment.
+    waits in each panel that covers its rows for `segment_arrivals` of each segment.
     `y1_gpus` receive every tile of Y1; `y2_gpus[g]` receive the Y2 tiles that GPU g computes.
 
     With `down_axis` h Y1 stays where it is computed. GPU g sums all tiles of Y2 over its segment
@@ -100,14 +100,24 @@ class Schedule:
         """The GPU whose part of Y2 holds a column."""
         return next(g for g, own in enumerate(self.columns[DOWN]) if column < own.stop)
 
-    @property
-    def segment_tiles(self) -> tuple[int, ...]:
-        """Tiles of each segment in one panel."""
-        return tuple(-(-segment.width // self.config.up.n) for segment in self.segments)
+    def awaits(self, layer: int, segment: int) -> tuple[int, ...]:
+        """Counters of a panel that a tile with this (first) segment waits for, as it sums: those of
+        segments, and behind them, where Y2 is summed over GPUs, of partial sums over each."""
+        if layer != DOWN:
+            return (segment,) if layer == PARTIAL else ()
+        count = len(self.segments)
+        circle = tuple((segment + i) % count for i in range(count))
+        return (segment, *(count + i for i in circle[1:])) if self.reduces else circle
 
-    def circle(self, segment: int) -> tuple[int, ...]:
-        """The order in which a `down` tile with this first segment sums over the segments."""
-        return tuple((segment + i) % len(self.segments) for i in range(len(self.segments)))
+    def delivers(
+        self, gpu: int, layer: int, column: int, segment: int
+    ) -> tuple[tuple[int, ...], int | None]:
+        """GPUs that receive a tile which `gpu` computes, and their counter for it (Y2 has none)."""
+        if layer == DOWN:
+            return self.y2_gpus[gpu], None
+        if layer == PARTIAL:
+            return (self.owner(column),), len(self.segments) + segment
+        return self.y1_receivers(gpu), segment
 
     def panels_of(self, row: int) -> range:
         """Panels of Y1 that a `down` tile starting at `row` reads."""
@@ -116,8 +126,10 @@ class Schedule:
 
     @property
     def segment_arrivals(self) -> tuple[int, ...]:
-        """What the counter of each segment of a panel gains in a call: one for each part."""
-        return tuple(count * self.config.up.split_k for count in self.segment_tiles)
+        """What the counter of each segment of a panel gains in a call: one for each part of a tile
+        of `up`."""
+        up = self.config.up
+        return tuple(-(-segment.width // up.n) * up.split_k for segment in self.segments)
 
     def arrivals(self, gpu: int) -> tuple[int, ...]:
         """What each counter of a panel on `gpu` gains in a call: those of the segments and, where

@@ -175,11 +175,7 @@ class _Simulation:
         """Sums over the segments of a `down` tile up to the first whose arrival is not known."""
         layer, row, _, _, first, _, last = cta.tile
         schedule, tile_us = self.schedule, self.tile_us[cta.gpu][DOWN][last]
-        circle = schedule.circle(first)
-        if schedule.reduces:  # what others summed lies behind the segments
-            others = [len(circle) + segment for segment in circle[1:]]
-            circle = (first, *(others if layer == DOWN else ()))
-        for segment in circle[cta.summed :]:
+        for segment in schedule.awaits(layer, first)[cta.summed :]:
             wait_us = 0.0
             for panel in schedule.panels_of(row):
                 arrivals = self.seen[cta.gpu, panel, segment]
@@ -221,12 +217,7 @@ class _Simulation:
         if pace_us and cta.done + 1 < len(cta.tiles):
             late_us = pace_delay_us(tile, pace_us, cta.index / self.ctas)
             late_us += self.machine.flag_us * (layer == UP)  # this GPU is told first
-        schedule = self.schedule
-        receivers, counter = schedule.y2_gpus[cta.gpu], None
-        if layer == UP:
-            receivers, counter = schedule.y1_receivers(cta.gpu), segment
-        elif layer == PARTIAL:
-            receivers, counter = (schedule.owner(col),), len(schedule.segments) + segment
+        receivers, counter = self.schedule.delivers(cta.gpu, layer, col, segment)
         first_us = max(now, cta.told_us)
         last_us = now
         for peer in receivers:

@@ -180,7 +180,7 @@ def check_waits(schedule: Schedule, timeline: Timeline) -> None:
         first = schedule.segments.index(own) if own.width else 0
         spare_us = len(schedule.segments) * down.time.ahead_us(down.work.active) + 1e-6
         assert tile.end_us - tile.start_us >= left_us - spare_us
-        for segment in schedule.circle(first):
+        for segment in schedule.awaits(DOWN, first):
             part = schedule.segments[segment]
             flag_us = 0.0 if part == own else MACHINE.flag_us
             ready_us = max(computed[p, segment] for p in schedule.panels_of(tile.row)) + flag_us
