@@ -41,7 +41,7 @@ class Gemm:
         self.build = self._kernel.build
         self._panels = -(-m // config.up.m)
         self._flags = Flags.at(arena.zeros(gpu, Flags.nbytes(self._panels)), self._panels)
-        tiles = slots(raster(DOWN, m, Columns(0, n), config.down, 0), config)
+        tiles = slots(raster(DOWN, m, Columns(0, n), config.down, 0, 0), config)
         self._tiles, self._tile_count = arena.upload(gpu, abi.packed(tiles)), len(tiles)
         self._arguments = [Argument(self._block(x, w, y)) for x, w, y in sets]
 

@@ -207,19 +207,10 @@ def _peers(gpu: int, gpus: int) -> list[int]:
 
 
 def raster(
-    layer: int,
-    m: int,
-    columns: Columns,
-    tile: Tile,
-    segment: int,
-    *,
-    held_from: int | None = None,
+    layer: int, m: int, columns: Columns, tile: Tile, segment: int, held_from: int
 ) -> NDArray[np.int32]:
-    """Grouped raster: `group_m` tile rows at a time, column by column inside the group.
-
-    The weight here begins with the row of column `held_from` (None: of the first of `columns`).
-    """
-    held_from = columns.start if held_from is None else held_from
+    """Grouped raster: `group_m` tile rows at a time, column by column inside the group. The weight
+    here begins with the row of column `held_from`."""
     rows = np.arange(0, m, tile.m)
     cols = np.arange(columns.start, columns.stop, tile.n)
     order = [
@@ -253,26 +244,21 @@ def build(problem: Problem, config: Config, columns: Division | None = None) -> 
     their edges but the last are multiples of the tile widths.
     """
     up, down = columns or layer_columns(problem, config)
-    everyone = range(problem.gpus)
+    everyone, m = range(problem.gpus), problem.m
     reduces = config.down_axis == "h"
     workers = [gpu for gpu in everyone if up[gpu].width]
     first = [workers.index(gpu) if gpu in workers else 0 for gpu in everyone]
     tiles = tuple(
         np.concatenate(
             [
-                raster(UP, problem.m, up[gpu], config.up, first[gpu]),
+                raster(UP, m, up[gpu], config.up, first[gpu], up[gpu].start),
                 *(
-                    raster(PARTIAL, problem.m, down[to], config.down, first[gpu], held_from=0)
+                    raster(PARTIAL, m, down[to], config.down, first[gpu], 0)
                     for to in _peers(gpu, problem.gpus)
                     if reduces
                 ),
                 raster(
-                    DOWN,
-                    problem.m,
-                    down[gpu],
-                    config.down,
-                    first[gpu],
-                    held_from=0 if reduces else None,
+                    DOWN, m, down[gpu], config.down, first[gpu], 0 if reduces else down[gpu].start
                 ),
             ]
         )
