@@ -100,12 +100,11 @@ class Flags:
     started: int
     arrived: int
     calls: int
-    error: int
 
     @classmethod
     def nbytes(cls, panels: int) -> int:
         """Bytes of flags with `panels` counters of panels for each parity of a call."""
-        return (2 * panels + MAX_GPUS + 4) * LINE_BYTES
+        return (2 * panels + MAX_GPUS + 3) * LINE_BYTES
 
     @classmethod
     def at(cls, pointer: int, panels: int) -> Flags:
@@ -117,14 +116,13 @@ class Flags:
             started=started,
             arrived=arrived,
             calls=arrived + LINE_BYTES,
-            error=arrived + 3 * LINE_BYTES,
         )
 
     def write(self, block: Any) -> None:
         """Make them the own flags of a parameter block, with the time that a poll may take."""
         block["panels"], block["started"] = self.panels, self.started
         block["arrived"], block["calls"] = self.arrived, self.calls
-        block["error"], block["timeout_ns"] = self.error, POLL_TIMEOUT_NS
+        block["timeout_ns"] = POLL_TIMEOUT_NS
 
 
 class Argument:

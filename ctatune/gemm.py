@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ctatune import abi
-from ctatune.abi import PARAMS, Argument, Flags, tensor_map
+from ctatune.abi import ERROR, PARAMS, Argument, Flags, tensor_map
 from ctatune.config import Config
 from ctatune.gpus import Arena, Gpus
 from ctatune.kernel import Kernel
@@ -40,6 +40,7 @@ class Gemm:
         self._kernel = Kernel(gpus, config)
         self.build = self._kernel.build
         self._panels = -(-m // config.up.m)
+        self._error = arena.zeros(gpu, ERROR.itemsize)
         self._flags = Flags.at(arena.zeros(gpu, Flags.nbytes(self._panels)), self._panels)
         tiles = slots(raster(DOWN, m, Columns(0, n), config.down, 0, 0), config)
         self._tiles, self._tile_count = arena.upload(gpu, abi.packed(tiles)), len(tiles)
@@ -50,6 +51,7 @@ class Gemm:
         tile = config.down
         p = np.zeros((), dtype=PARAMS)
         self._flags.write(p)
+        p["error"] = self._error
         p["started_out"][0], p["peers"] = self._flags.started, 1
         p["tiles"], p["tile_count"] = self._tiles, self._tile_count
         p["m"], p["h"], p["n"] = m, k, n
@@ -70,4 +72,4 @@ class Gemm:
 
     def check(self) -> None:
         """Raise PipelineTimeoutError if a poll of a finished call ran out of time."""
-        abi.raise_poll_error(self._gpus, self._gpu, self._flags.error)
+        abi.raise_poll_error(self._gpus, self._gpu, self._error)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ctatune import abi
-from ctatune.abi import PARAMS, STAMPS, Argument, Flags, tensor_map
+from ctatune.abi import ERROR, PARAMS, STAMPS, Argument, Flags, tensor_map
 from ctatune.gpus import LINE_BYTES, Arena, Gpus
 from ctatune.kernel import Kernel
 from ctatune.limits import TILE_K
@@ -47,13 +47,18 @@ class Workspace:
     error: tuple[int, ...]
     zeros: Callable[[Arena, int], Sequence[int]]
 
+    def check(self, gpus: Gpus) -> None:
+        """Raise PipelineTimeoutError if a poll of a finished call ran out of time."""
+        for i, (gpu, pointer) in enumerate(zip(self.here, self.error, strict=True)):
+            abi.raise_poll_error(gpus, i, pointer, gpu)
+
 
 class Mlp:
     """A schedule placed on GPUs: its workspace, flags, and a parameter block a set of operands.
 
     Calls are enqueued on the streams of `gpus`, one call at a time; buffers belong to `arena`.
-    `kernel` and `workspace` are shared with others, if given. `skip_wait` builds the negative
-    control; `stamps` keeps the times of every tile of a call.
+    `kernel` and `workspace` may be shared with others; without, they are made. `skip_wait` builds
+    the negative control; `stamps` keeps the times of every tile of a call.
     """
 
     def __init__(
@@ -72,8 +77,9 @@ class Mlp:
         self.schedule = schedule
         self._kernel = kernel or Kernel(gpus, schedule.config, skip_wait=skip_wait)
         self.ctas, self.build = self._kernel.ctas, self._kernel.build
-        self._here = workspace.here if workspace else self._all
-        self._place(arena, workspace)
+        self._workspace = workspace or self._own_workspace(arena)
+        self._here = self._workspace.here
+        self._place(arena)
         self._stamps = dict.fromkeys(self._here, 0)
         for i, gpu in enumerate(self._here if stamps else ()):
             self._stamps[gpu] = arena.zeros(i, len(self._slots[gpu]) * len(STAMPS) * 8)
@@ -94,18 +100,21 @@ class Mlp:
     def _y1_bytes(self) -> int:
         return 2 * self.schedule.problem.m * self.schedule.y1_width * BF16_BYTES
 
-    def _place(self, arena: Arena, workspace: Workspace | None) -> None:
-        schedule = self.schedule
+    def _own_workspace(self, arena: Arena) -> Workspace:
+        """That of this schedule alone, all of whose GPUs are here."""
+        everyone, holders = self._all, self._y1_gpus
+        return Workspace(
+            here=everyone,
+            y1=tuple(arena.alloc(g, self._y1_bytes) if g in holders else 0 for g in everyone),
+            error=tuple(arena.zeros(gpu, ERROR.itemsize) for gpu in everyone),
+            zeros=lambda own, nbytes: [own.zeros(gpu, nbytes) for gpu in everyone],
+        )
+
+    def _place(self, arena: Arena) -> None:
+        schedule, workspace = self.schedule, self._workspace
         panels = schedule.panels * len(schedule.arrivals(0))
-        nbytes = Flags.nbytes(panels)
-        if workspace:  # first what processes do together
-            self._y1, lines = workspace.y1, workspace.zeros(arena, nbytes)
-        else:
-            holders = self._y1_gpus
-            self._y1 = [arena.alloc(g, self._y1_bytes) if g in holders else 0 for g in self._all]
-            lines = [arena.zeros(gpu, nbytes) for gpu in self._all]
-        self._flags = [Flags.at(pointer, panels) for pointer in lines]
-        self._errors = workspace.error if workspace else [own.error for own in self._flags]
+        lines = workspace.zeros(arena, Flags.nbytes(panels))  # first what processes do together
+        self._y1, self._flags = workspace.y1, [Flags.at(pointer, panels) for pointer in lines]
         width = schedule.config.down.n if schedule.reduces else 0
         ones = abi.bf16_bits(np.eye(width, dtype=np.float32))
         self._ones, self._slots, self._tiles = {}, {}, {}
@@ -208,7 +217,7 @@ class Mlp:
         p["peers"] = len(self._all)
         p["started_out"][: len(self._all)] = [f.started + gpu * LINE_BYTES for f in self._flags]
         self._flags[gpu].write(p)
-        p["error"] = self._errors[self._here.index(gpu)]
+        p["error"] = self._workspace.error[self._here.index(gpu)]
 
     def call(self, which: int = 0) -> None:
         """Enqueue one call on operand set `which` on every GPU."""
@@ -221,8 +230,7 @@ class Mlp:
 
     def check(self) -> None:
         """Raise PipelineTimeoutError if a poll of a finished call ran out of time."""
-        for i, (gpu, pointer) in enumerate(zip(self._here, self._errors, strict=True)):
-            abi.raise_poll_error(self._gpus, i, pointer, gpu)
+        self._workspace.check(self._gpus)
 
     def stamps(self, gpu: int) -> NDArray[np.int64]:
         """Times of the last call on `gpu`: slots x STAMPS, in ns of that GPU's global timer."""

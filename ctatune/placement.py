@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ctatune import abi, launch
+from ctatune import launch
 from ctatune.abi import ERROR, Argument
 from ctatune.arguments import tokens_of
 from ctatune.arrays import GpuArray, Place, View
@@ -212,8 +212,7 @@ class Placement:
 
     def raise_poll_error(self) -> None:
         """Raise PipelineTimeoutError if a poll of any finished call ran out of time."""
-        for i, (gpu, pointer) in enumerate(zip(self._ranks.here, self._errors, strict=True)):
-            abi.raise_poll_error(self._shared.gpus, i, pointer, gpu)
+        self._workspace.check(self._shared.gpus)
 
     def close(self) -> None:
         """Wait for everything on the GPUs, and free the memory."""
