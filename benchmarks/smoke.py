@@ -6,7 +6,7 @@ compute-sanitizer --tool memcheck python benchmarks/smoke.py [GPUS]
 import sys
 
 from ctatune.gpus import Gpus
-from ctatune.launch import Mlp
+from ctatune.launch import PlacedSchedule
 from ctatune.limits import default_split, why_invalid
 from ctatune.operands import Inputs, place
 from ctatune.problem import Problem
@@ -30,11 +30,11 @@ def main() -> None:
             with gpus.arena() as arena:
                 schedule = build(problem, config)
                 sets = place(Inputs(gpus, arena, problem, 3), schedule, 2)
-                mlp = Mlp(gpus, arena, schedule, sets)
+                placed = PlacedSchedule(gpus, arena, schedule, sets)
                 for which in range(CALLS):
-                    mlp.call(which)
+                    placed.call(which)
                 gpus.sync()
-                mlp.check()
+                placed.check()
             print(f"ran {problem.shape} {config}")
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from ctatune.abi import STAMPS
-from ctatune.launch import Mlp
+from ctatune.launch import PlacedSchedule
 from ctatune.measure import Bench
 from ctatune.operands import Inputs, place
 from ctatune.problem import Problem
@@ -44,13 +44,13 @@ def main() -> None:
     with bench.gpus.arena() as arena:
         schedule = build(problem, config)
         sets = place(Inputs(bench.gpus, arena, problem, 1), schedule, 2)
-        mlp = Mlp(bench.gpus, arena, schedule, sets, stamps=True)
+        placed = PlacedSchedule(bench.gpus, arena, schedule, sets, stamps=True)
         timer = Timer(bench.gpus, arena)
-        timer.load(mlp.call, CALLS)
-        print(f"{timer.chain(mlp.call, CALLS).latency_us:.1f} us a call, with stamps")
-        mlp.check()
+        timer.load(placed.call, CALLS)
+        print(f"{timer.chain(placed.call, CALLS).latency_us:.1f} us a call, with stamps")
+        placed.check()
         for gpu in range(problem.gpus):
-            table(gpu, mlp.stamps(gpu) / 1e3, schedule.slots(gpu), mlp.ctas)
+            table(gpu, placed.stamps(gpu) / 1e3, schedule.slots(gpu), placed.ctas)
 
 
 def table(gpu: int, stamps: np.ndarray, slots: np.ndarray, ctas: int) -> None:

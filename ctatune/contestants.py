@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ctatune import baselines
 from ctatune.config import AnyConfig, Config
 from ctatune.gpus import Arena, Gpus
-from ctatune.launch import Mlp
+from ctatune.launch import PlacedSchedule
 from ctatune.methods import Libraries
 from ctatune.operands import Inputs, cold_sets, elements_read, place
 from ctatune.problem import Problem
@@ -70,13 +70,13 @@ class Contestants:
     def _cta(self, arena: Arena, inputs: Inputs, config: Config, *, skip_wait: bool) -> Contestant:
         schedule = build(inputs.problem, config)
         sets = place(inputs, schedule, cold_sets(self._gpus, elements_read(schedule)))
-        mlp = Mlp(self._gpus, arena, schedule, sets, skip_wait=skip_wait)
+        placed = PlacedSchedule(self._gpus, arena, schedule, sets, skip_wait=skip_wait)
         return Contestant(
             config=config,
-            call=mlp.call,
-            check=mlp.check,
-            poison=mlp.poison,
+            call=placed.call,
+            check=placed.check,
+            poison=placed.poison,
             y2=dict(enumerate(sets[0].y2)),
             where=schedule.promised(),
-            kernel=mlp.build(),
+            kernel=placed.build(),
         )

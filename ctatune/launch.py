@@ -53,7 +53,7 @@ class Workspace:
             abi.raise_poll_error(gpus, i, pointer, gpu)
 
 
-class Mlp:
+class PlacedSchedule:
     """A schedule placed on GPUs: its workspace, flags, and a parameter block a set of operands.
 
     Calls are enqueued on the streams of `gpus`, one call at a time; buffers belong to `arena`.

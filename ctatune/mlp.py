@@ -44,7 +44,7 @@ from ctatune.errors import DeviceError, PipelineTimeoutError, UsageError
 from ctatune.placement import Key, Placement
 from ctatune.plans import Plan, Plans
 from ctatune.problem import Problem
-from ctatune.ranks import Exchange, OneProcess, Ranks
+from ctatune.ranks import Exchange, Processes, Ranks
 from ctatune.shared import shared
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -102,7 +102,7 @@ class Mlp:
         views = view(w_up, "w_up"), view(w_down, "w_down")
         problem = problem_of(*views, choice, gpus, max_m)
         plans = Plans(problem, choice, db, platform)
-        self._begin(views, problem, plans, range(problem.gpus), OneProcess(problem.gpus))
+        self._begin(views, problem, plans, range(problem.gpus), Processes(range(problem.gpus)))
         self._place(*views)
 
     @classmethod
@@ -159,7 +159,7 @@ class Mlp:
         problem: Problem,
         plans: Plans,
         gpus: range,
-        ranks: OneProcess,
+        ranks: Processes,
     ) -> None:
         require_weights_on(gpus, *weights)
         self.problem, self._gpus, self._shared = problem, gpus, shared(gpus)

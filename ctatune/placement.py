@@ -16,18 +16,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ctatune import launch
 from ctatune.abi import ERROR, Argument
 from ctatune.arguments import tokens_of
 from ctatune.arrays import GpuArray, Place, View
 from ctatune.errors import UsageError
 from ctatune.gpus import Arena
 from ctatune.kernel import Kernel
-from ctatune.launch import Operands, Workspace
+from ctatune.launch import Operands, PlacedSchedule, Workspace
 from ctatune.limits import ALIGNMENT_BYTES
 from ctatune.plans import Plan, Plans
 from ctatune.problem import BF16_BYTES, Problem
-from ctatune.ranks import OneProcess
+from ctatune.ranks import Processes
 from ctatune.schedule import Columns, build
 from ctatune.shared import Bound, Listed, Shared
 
@@ -42,7 +41,7 @@ Key = tuple[bool, tuple[int, ...], tuple[Place, ...], tuple[Place, ...]]
 class Ready(NamedTuple):
     """A schedule on the GPUs for one number of tokens."""
 
-    placed: launch.Mlp
+    placed: PlacedSchedule
     kernel: Kernel
     arena: Arena
     y: tuple[GpuArray, ...]  # Y2 on each GPU where the caller gives no room
@@ -64,7 +63,7 @@ class Placement:
     """
 
     def __init__(
-        self, shared: Shared, gpus: range, ranks: OneProcess, problem: Problem, plans: Plans
+        self, shared: Shared, gpus: range, ranks: Processes, problem: Problem, plans: Plans
     ) -> None:
         self._shared, self._problem, self._plans = shared, problem, plans
         self._gpus, self._ranks = gpus, ranks
@@ -173,11 +172,11 @@ class Placement:
         self._ranks.same(f"CTAs for {m} tokens", lambda: self._shared.kernel(config).ctas)
         kernel, gpus = self._shared.kernel(config), self._shared.gpus
         schedule, arena = build(problem, config, self._plans.division), Arena(gpus)
-        made: list[launch.Mlp] = []
+        made: list[PlacedSchedule] = []
 
         def place() -> None:
             made.append(
-                launch.Mlp(
+                PlacedSchedule(
                     gpus, arena, schedule, [self._own], kernel=kernel, workspace=self._workspace
                 )
             )

@@ -41,11 +41,12 @@ Exchange = Callable[[bytes], Sequence[bytes]]
 Ends = tuple[tuple[int, ...], tuple[Copy, ...]]
 
 
-class OneProcess:
-    """All GPUs belong to this process: it agrees with itself, and peers store where it says."""
+class Processes:
+    """Here one, which has all GPUs: it agrees with itself, and peers store where it says. `here`
+    are the numbers, in a schedule, of this process's GPUs."""
 
-    def __init__(self, count: int) -> None:
-        self.here: Sequence[int] = range(count)  # numbers, in a schedule, of this process's GPUs
+    def __init__(self, here: Sequence[int]) -> None:
+        self.here = here
 
     def connect(self, gpus: Gpus) -> None:
         """Be ready to give memory."""
@@ -91,7 +92,7 @@ class OneProcess:
         self._arena.close()
 
 
-class Ranks(OneProcess):
+class Ranks(Processes):
     """This process has one GPU, which is number `rank` of `world`. Methods are collective.
 
     Raises: what `exchange` raises. After that nobody knows what others do: what is shared stays.
@@ -101,8 +102,8 @@ class Ranks(OneProcess):
         if not 1 <= world <= MAX_GPUS or not 0 <= rank < world:
             rule = f"rank must be below world, and world at most {MAX_GPUS}"
             raise UsageError(f"{rule}, got rank {rank} of {world}")
-        super().__init__(world)
-        self.here, self._rank, self._world, self._exchange = (rank,), rank, world, exchange
+        super().__init__((rank,))
+        self._rank, self._world, self._exchange = rank, world, exchange
         self._about = f"kernel {kernel_hash()} on {world} ranks"
         self._lost = False
         self._plans: dict[int, Plan] = {}

@@ -10,7 +10,7 @@ import numpy as np
 from ctatune.config import Config
 from ctatune.contestants import Contestant
 from ctatune.gpus import Arena, Gpus
-from ctatune.launch import Mlp, Operands
+from ctatune.launch import Operands, PlacedSchedule
 from ctatune.operands import Inputs
 from ctatune.problem import BF16_BYTES, Problem
 from ctatune.records import RELATIVE_LIMIT, WORST_LIMIT, Verification
@@ -47,10 +47,10 @@ class Reference:
         y2 = arena.alloc(0, nbytes)
         self._gpus.fill(0, y2, 0xFF, nbytes)
         operands = Operands(x=(self.x,), w_up=(self.w_up,), w_down=(self.w_down,), y2=(y2,))
-        mlp = Mlp(self._gpus, arena, alone(schedule), [operands])
-        mlp.call()
+        placed = PlacedSchedule(self._gpus, arena, alone(schedule), [operands])
+        placed.call()
         self._gpus.sync()
-        mlp.check()
+        placed.check()
         return y2
 
 

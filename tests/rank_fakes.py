@@ -190,7 +190,7 @@ def choice_of(axis: Any) -> Any:
     return replace(answer, config=config)
 
 
-def both(errors: list[Any], kind: type[Exception], message: str) -> None:
+def all_raised(errors: list[Any], kind: type[Exception], message: str) -> None:
     """Every rank raised this."""
     for error in errors:
         assert isinstance(error, kind), error

@@ -180,8 +180,8 @@ def exchange_over(rank: int, link: Any) -> Callable[[bytes], list[bytes]]:
         link.send_bytes(message)
         if not link.poll(EXCHANGE_S):
             raise TimeoutError(f"rank {1 - rank} says nothing")
-        both = [message, link.recv_bytes()]
-        return both if rank == 0 else both[::-1]
+        said = [message, link.recv_bytes()]
+        return said if rank == 0 else said[::-1]
 
     return exchange
 
@@ -256,7 +256,7 @@ def _child(rank: int, link: Any, results: Any, body: Any, args: Sequence[Any]) -
         results.put((rank, traceback.format_exc()))
 
 
-def both(body: Callable[..., Any], *args: Any) -> list[Any]:
+def in_two_processes(body: Callable[..., Any], *args: Any) -> list[Any]:
     """What `body` gives in each of two processes; a hang ends after WHOLE_S."""
     spawn = multiprocessing.get_context("spawn")
     results, links = spawn.Queue(), spawn.Pipe()

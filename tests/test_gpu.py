@@ -15,7 +15,7 @@ from ctatune.config import Baseline, Config, Tile
 from ctatune.errors import PipelineTimeoutError
 from ctatune.gemm import Gemm
 from ctatune.gpus import check
-from ctatune.launch import Mlp
+from ctatune.launch import PlacedSchedule
 from ctatune.operands import Inputs, place
 from ctatune.problem import BF16_BYTES, Problem
 from ctatune.records import RELATIVE_LIMIT, WORST_LIMIT
@@ -40,19 +40,19 @@ def outputs_of_calls(bench, problem: Problem, config: Config, *, late: bool) -> 
     with gpus.arena() as arena:
         schedule = build(problem, config)
         sets = place(Inputs(gpus, arena, problem, 3), schedule, 3)
-        mlp = Mlp(gpus, arena, schedule, sets)
+        placed = PlacedSchedule(gpus, arena, schedule, sets)
         kept = [[arena.alloc(g, nbytes) for _ in range(CALLS)] for g in range(problem.gpus)]
         for i in range(CALLS):
             if late:
                 delay_ns = np.int64(rng.integers(0, 300_000))
                 gpus.support("delay", int(rng.integers(problem.gpus)), 1, 1, delay_ns)
-            mlp.call(i)
+            placed.call(i)
             for gpu, copies in enumerate(kept):
                 gpus.use(gpu)
                 stream = gpus.streams[gpu].handle
                 check(driver.cuMemcpyDtoDAsync(copies[i], sets[0].y2[gpu], nbytes, stream))
         gpus.sync()
-        mlp.check()
+        placed.check()
         return [
             gpus.download(g, copies[i], (nbytes,), np.uint8).tobytes()
             for i in range(CALLS)
@@ -82,12 +82,12 @@ def test_a_peer_that_never_starts_ends_in_an_error(bench, monkeypatch):
     with gpus.arena() as arena:
         schedule = build(problem, default_config(problem))
         sets = place(Inputs(gpus, arena, problem, 3), schedule, 1)
-        mlp = Mlp(gpus, arena, schedule, sets)
-        mlp.call_on(0)
+        placed = PlacedSchedule(gpus, arena, schedule, sets)
+        placed.call_on(0)
         gpus.sync()
         awaited = r"(panel \d of Y1|the start of GPU 1|Y2 of its peers): target \d+, value \d+"
         with pytest.raises(PipelineTimeoutError, match=r"GPU 0 waited .* for " + awaited):
-            mlp.check()
+            placed.check()
 
 
 def prove_gemm(bench, gpu: int, config: Config, sizes: tuple[int, int, int]) -> None:

@@ -22,7 +22,7 @@ from mlp_fakes import (
     made,
     x_of,
 )
-from rank_fakes import both, choice_of, seen_by, times
+from rank_fakes import all_raised, choice_of, seen_by, times
 
 from ctatune.abi import PARAMS
 from ctatune.errors import PipelineTimeoutError, UsageError
@@ -154,7 +154,7 @@ def test_x_must_lie_on_the_gpu_of_the_rank_and_out_not_on_y(pair):
     assert "x must lie on GPU 1, it lies on GPU 0" in str(wrong[1])
     ys = pair.call(mlps)
     own = pair.each(lambda rank: mlps[rank](OnGpu((64, K), X, rank), ys[rank], stream=7))
-    both(own, UsageError, "x and out must not overlap")
+    all_raised(own, UsageError, "x and out must not overlap")
 
 
 def test_a_rank_may_have_any_gpu_of_its_process(pair):

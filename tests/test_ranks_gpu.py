@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from rank_rig import MOST, both, contexts, left_alone, one_process, run_job
+from rank_rig import MOST, contexts, in_two_processes, left_alone, one_process, run_job
 
 pytestmark = pytest.mark.gpus(2)
 
@@ -21,16 +21,16 @@ def test_two_processes_give_the_bits_of_one(job, axis):
     """The one process comes first: it compiles, within no time limit."""
     some = numbers(10 if job == "in_flight" else 6)
     wanted = one_process(job, axis, some)
-    for found in both(run_job, job, axis, some):
+    for found in in_two_processes(run_job, job, axis, some):
         assert found == [wanted, wanted]
 
 
 def test_a_peer_that_stops_is_a_timeout():
-    said, other = both(left_alone)
+    said, other = in_two_processes(left_alone)
     assert other == "gone"
     assert "GPU 0 waited more than 2 s" in said
 
 
 @pytest.mark.real
 def test_a_rank_has_a_context_on_its_own_gpu_alone():
-    assert both(contexts) == [[0], [1]]
+    assert in_two_processes(contexts) == [[0], [1]]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mlp_fakes import NO_DB, W_DOWN, W_UP, FakeArena, H, K, N, OnGpu, X, enqueued
-from rank_fakes import both, choice_of, seen_by, times
+from rank_fakes import all_raised, choice_of, seen_by, times
 
 import ctatune
 from ctatune import placement, ranks
@@ -58,7 +58,7 @@ def test_what_differs_in_one_rank_is_an_error_of_all(pair, name):
         mine = dict(rest) if rank == 1 else {}
         return pair.one(rank, *mine.pop("weights", ()), **mine)
 
-    both(pair.each(make), UsageError, message)
+    all_raised(pair.each(make), UsageError, message)
     assert not times(pair, "copy")
 
 
@@ -69,13 +69,13 @@ def test_ranks_of_different_kernels_or_worlds_refuse_each_other(pair, monkeypatc
         )
 
     errors = pair.each(another)
-    both(errors[:1], UsageError, "ranks do not make the same calls")
-    both(errors[1:], UsageError, "exchange must return what each of 3 ranks gave")
+    all_raised(errors[:1], UsageError, "ranks do not make the same calls")
+    all_raised(errors[1:], UsageError, "exchange must return what each of 3 ranks gave")
     same = pair.each(lambda rank: pair.one(0, exchange=pair.meeting.of(rank)))
-    both(same, UsageError, "exchange must return")
+    all_raised(same, UsageError, "exchange must return")
     hashes = iter(["old", "new"])
     monkeypatch.setattr(ranks, "kernel_hash", lambda: next(hashes))
-    both(pair.made(), UsageError, "on 2 ranks)")
+    all_raised(pair.made(), UsageError, "on 2 ranks)")
     with pytest.raises(UsageError, match="got rank 2 of 2"):
         pair.one(2, exchange=pair.meeting.of(0))
 
@@ -87,20 +87,20 @@ def test_another_number_of_tokens_is_an_error_of_both(pair):
         m = 64 + rank
         return mlps[rank](OnGpu((m, K), X, rank), stream=7)
 
-    both(pair.each(call), UsageError, "a plan for 65 tokens")
+    all_raised(pair.each(call), UsageError, "a plan for 65 tokens")
     pair.call(mlps)  # they met, and may go on
     assert len(enqueued(pair.log)) == 4
 
 
 def test_gpus_must_be_different_and_reach_each_other(pair, monkeypatch):
     pair.gpus[1].devices[0].uuid = "GPU-0"
-    both(pair.made(), DeviceError, "ranks 0 and 1 use the same GPU (GPU-0)")
+    all_raised(pair.made(), DeviceError, "ranks 0 and 1 use the same GPU (GPU-0)")
     pair.gpus[1].devices[0].uuid = "GPU-1"
     monkeypatch.setattr(pair.gpus[1], "support", lambda *_: None)
-    both(pair.made(), DeviceError, "what rank 1 writes to rank ")
+    all_raised(pair.made(), DeviceError, "what rank 1 writes to rank ")
     bad = ranks.driver.CUresult.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED
     ranks.driver.answers["open"] = bad  # pyright: ignore[reportAttributeAccessIssue]
-    both(pair.made(), DeviceError, "ranks need GPUs with peer access in one machine")
+    all_raised(pair.made(), DeviceError, "ranks need GPUs with peer access in one machine")
     assert FakeArena.live == set()
 
 
