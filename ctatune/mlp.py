@@ -196,7 +196,9 @@ class Mlp:
         this process, as by one stream for all.
 
         Shapes: x m x k, out m x n; contiguous bf16, aligned to 16 bytes, not overlapping.
-        Raises: UsageError before anything is enqueued.
+        Raises: UsageError before anything is enqueued; at a new number of tokens what `warm_up`
+        raises, but for timeouts; DeviceError when the driver refuses a part, or has refused one of
+        an earlier call, or `check` has found a timeout: then some GPUs may wait for others in vain.
         """
         if not isinstance(x, (list, tuple)):
             streams = streams_of(stream, self._gpus[:1])
@@ -206,7 +208,7 @@ class Mlp:
         return list(self._enqueue(x, out or [], streams_of(stream, self._gpus)))
 
     def _enqueue(self, x: Sequence[Any], out: Sequence[Any], streams: list[int]) -> Sequence[Any]:
-        with self._shared:
+        with self._shared:  # `_exclusive` itself would cost a call 0.4 us
             self._require_open()
             at = tuple([view(array, "x", streams[gpu])[:3] for gpu, array in enumerate(x)])
             to = tuple([view(array, "out", streams[gpu])[:3] for gpu, array in enumerate(out)])
