@@ -2,22 +2,20 @@
 
     python benchmarks/versions.py
 
-For each pair of versions of `kernels/equal.json` and each config that was raced with both: how its
-latency over that of the same baselines, interleaved in each race, changed from the older version to
-the newer one. Machine, day and clocks are in neither ratio.
+For each older version that counts as the present one (`kernels/equal.json`) and each config that
+was raced with both: how its latency over that of the same baselines, interleaved in each race,
+changed from the older version to the present one. Machine, day and clocks are in neither ratio.
 """
 
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from math import exp, log
 from statistics import fmean
 
-from ctatune import race
+from ctatune import jit, race
 from ctatune.config import AnyConfig, Config
 from ctatune.problem import Problem
-from ctatune.rooms import room
 from ctatune.rows import Row
 from ctatune.seed import shipped_rows
 
@@ -30,7 +28,11 @@ def races_of(rows: list[Row]) -> Races:
     for row in rows:
         found[row.run.versions["kernel"]].append(row)
     return {
-        kernel: {row.config: row.measurement.latency_us or 0.0 for row in race.newest(some)}
+        kernel: {
+            row.config: row.measurement.latency_us
+            for row in race.newest(some)
+            if row.good and row.measurement.latency_us
+        }
         for kernel, some in found.items()
     }
 
@@ -40,7 +42,7 @@ def changes(races: Races, new: str, old: str) -> Iterator[tuple[Config, float]]:
     over that with the old one, each over the geometric mean of the baselines of both races."""
     if not {new, old} <= races.keys():
         return
-    both = races[new].keys() & races[old].keys()
+    both = [config for config in races[new] if config in races[old]]
     rivals = [config for config in both if not isinstance(config, Config)]
     for config in both if rivals else ():
         if isinstance(config, Config):
@@ -61,20 +63,20 @@ def compared(new: str, old: str) -> list[tuple[Problem, Config, float]]:
 
 
 def main() -> None:
-    for new, olds in json.loads((room("kernels") / "equal.json").read_text()).items():
-        for old in olds:
-            found = compared(new, old)
-            for problem, config, ratio in found:
-                print(f"{ratio:.3f} {problem.gpus} {problem.shape} {config}")
-            for gpus in sorted({problem.gpus for problem, _, _ in found}):
-                ratios = [ratio for problem, _, ratio in found if problem.gpus == gpus]
-                print(
-                    f"{old} to {new}, {gpus} GPU{'s' * (gpus > 1)}: {len(ratios)} configs, "
-                    f"geometric mean {exp(fmean(map(log, ratios))):.3f}, "
-                    f"{min(ratios):.3f} .. {max(ratios):.3f}"
-                )
-            if not found:
-                sys.exit(f"no config was raced with both {new} and {old}")
+    new = jit.kernel_hash()
+    for old in sorted(jit.equal_kernels()):
+        found = compared(new, old)
+        for problem, config, ratio in found:
+            print(f"{ratio:.3f} {problem.gpus} {problem.shape} {config}")
+        for gpus in sorted({problem.gpus for problem, _, _ in found}):
+            ratios = [ratio for problem, _, ratio in found if problem.gpus == gpus]
+            print(
+                f"{old} to {new}, {gpus} GPU{'s' * (gpus > 1)}: {len(ratios)} configs, "
+                f"geometric mean {exp(fmean(map(log, ratios))):.3f}, "
+                f"{min(ratios):.3f} .. {max(ratios):.3f}"
+            )
+        if not found:
+            sys.exit(f"no config was raced with both {new} and {old}")
 
 
 if __name__ == "__main__":
