@@ -208,7 +208,7 @@ class Mlp:
         return list(self._enqueue(x, out or [], streams_of(stream, self._gpus)))
 
     def _enqueue(self, x: Sequence[Any], out: Sequence[Any], streams: list[int]) -> Sequence[Any]:
-        with self._shared:  # `_exclusive` itself would cost a call 0.4 us
+        with self._shared:
             self._require_open()
             at = tuple([view(array, "x", streams[gpu])[:3] for gpu, array in enumerate(x)])
             to = tuple([view(array, "out", streams[gpu])[:3] for gpu, array in enumerate(out)])
