@@ -74,11 +74,23 @@ def streams_of(stream: Any, gpus: range) -> list[int]:
         return [current_stream(gpu) for gpu in gpus]
     given = stream if isinstance(stream, (list, tuple)) else (stream,)
     require_each("stream", given, len(gpus))
-    return [one if type(one) is int else int(getattr(one, "cuda_stream", one)) for one in given]
+    return [one if type(one) is int and one >= 0 else _handle(one) for one in given]
 
 
-def require_each(name: str, items: Sequence[Any], gpus: int) -> None:
-    """Raise UsageError unless there is one item for each GPU."""
+def _handle(stream: Any) -> int:
+    try:
+        handle = int(getattr(stream, "cuda_stream", stream))
+    except (TypeError, ValueError):
+        handle = -1
+    if handle < 0:
+        raise UsageError(f"stream must be a handle or have a `cuda_stream`, got {stream!r}")
+    return handle
+
+
+def require_each(name: str, items: Any, gpus: int) -> None:
+    """Raise UsageError unless there is one item for each GPU, in a list or a tuple."""
+    if not isinstance(items, (list, tuple)):
+        raise UsageError(f"{name} must be a list of {gpus}, as x is, got {type(items).__name__}")
     if len(items) != gpus:
         raise UsageError(f"{name} needs one item for each of {gpus} GPUs, got {len(items)}")
 

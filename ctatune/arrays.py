@@ -66,7 +66,7 @@ def current_stream(gpu: int) -> int:
     legacy default stream."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        return int(torch.cuda.current_stream(gpu).cuda_stream)
+        return torch._C._cuda_getCurrentRawStream(gpu)  # the public call makes an object: 2 us
     return LEGACY_STREAM
 
 
@@ -135,8 +135,10 @@ def _of_interface(array: Any, interface: dict[str, Any], name: str) -> View:
     bf16 = interface["typestr"] in ("<u2", "<V2", "|V2")
     dense = strides is None or _dense(shape, tuple(strides), BF16_BYTES)
     _require(name, bf16, interface["typestr"], dense=dense)
-    pointer = int(interface["data"][0])
-    return View(pointer, shape, _gpu_of(pointer), array)
+    pointer, fixed = interface["data"]
+    if fixed and name == "out":
+        raise UsageError("out must not be read-only")
+    return View(int(pointer), shape, _gpu_of(int(pointer)), array)
 
 
 def _gpu_of(pointer: int) -> int:

@@ -205,10 +205,11 @@ class Mlp:
             return self._enqueue([x], [] if out is None else [out], streams)[0]
         for name, items in (("x", x), ("out", x if out is None else out)):
             require_each(name, items, len(self._gpus))
-        return list(self._enqueue(x, out or [], streams_of(stream, self._gpus)))
+        streams = streams_of(stream, self._gpus)
+        return list(self._enqueue(x, [] if out is None else out, streams))
 
     def _enqueue(self, x: Sequence[Any], out: Sequence[Any], streams: list[int]) -> Sequence[Any]:
-        with self._shared:
+        with self._shared.lock:
             self._require_open()
             at = tuple([view(array, "x", streams[gpu])[:3] for gpu, array in enumerate(x)])
             to = tuple([view(array, "out", streams[gpu])[:3] for gpu, array in enumerate(out)])
@@ -230,7 +231,7 @@ class Mlp:
         except BaseException as error:  # some GPUs may have begun without the others
             captured, *_ = key
             if not captured:
-                self._failed = f"a call was lost ({error or type(error).__name__})"
+                self._failed = f"a call was lost ({str(error) or type(error).__name__})"
             raise
         return call.y
 

@@ -59,7 +59,7 @@ class Placement:
     """The parts of whole weights on each GPU, a workspace for `problem.m` tokens, and schedules.
 
     `gpus` are the ordinals of the GPUs of this process, `ranks` the processes that take part. Use
-    it inside `with shared`.
+    it inside `with shared`; `call` needs its lock alone.
     """
 
     def __init__(
@@ -124,7 +124,8 @@ class Placement:
         """
         call = self._calls.get(key)
         if call is None:
-            call = self._calls[key] = self._new(key)
+            with self._shared:
+                call = self._calls[key] = self._new(key)
             if len(self._calls) > CALLS:
                 self._calls.popitem(last=False)
         else:

@@ -17,7 +17,8 @@ and other calls, by enqueueing them on the same stream for example.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from cuda.bindings import driver
@@ -32,6 +33,8 @@ from ctatune.telemetry import gpu_count
 
 _PULL_THREADS = 512
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
+_DEFAULT_STREAMS = (0, 1, 2)  # handles that stand for a stream of the current context
+_RELAXED = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _NOT_CAPTURED = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 
 
@@ -44,6 +47,22 @@ class Copy(NamedTuple):
     to: int
     source: int
     nbytes: int
+
+
+class _Graph:
+    """Kernels in a row on a stream as one launch, for as long as somebody holds this."""
+
+    def __init__(self, stream: int, steps: Iterable[_Step]) -> None:
+        check(driver.cuStreamBeginCapture(stream, _RELAXED))
+        try:
+            for step, args in steps:
+                check(step(*args))
+        finally:
+            graph = check(driver.cuStreamEndCapture(stream))
+        self._ready = check(driver.cuGraphInstantiate(graph, 0))
+        driver.cuGraphDestroy(graph)
+        self.launch: _Step = (driver.cuGraphLaunch, (self._ready, _stream(stream)))
+        weakref.finalize(self, driver.cuGraphExecDestroy, self._ready)
 
 
 class Bound(NamedTuple):
@@ -61,7 +80,9 @@ class Listed(NamedTuple):
 
     steps: list[_Step]
     streams: list[int] | None
+    in_contexts: bool  # some stream is another one in each context
     bound: Bound  # its memory is read when the steps are taken
+    graphs: Sequence[_Graph]
 
 
 class _Lanes:
@@ -77,11 +98,11 @@ class Shared:
     """The GPUs of this process for calls of any `Mlp`.
 
     Do everything inside `with`: one thread at a time, and the caller's current GPU, on which other
-    libraries rely, is what it was after it.
+    libraries rely, is what it was after it. A call that is ready needs only the `lock`.
     """
 
     def __init__(self, gpus: Gpus) -> None:
-        self.gpus, self._lock = gpus, threading.RLock()
+        self.gpus, self.lock = gpus, threading.RLock()
         self._before: list[Any] = []  # what was current, for each `with` that is open
         self._kernels: dict[tuple[str, int], Kernel] = {}
         self._pull = gpus.function("pull")
@@ -94,7 +115,7 @@ class Shared:
         self._last: list[int | None] = [None] * len(gpus)
 
     def __enter__(self) -> None:
-        self._lock.acquire()
+        self.lock.acquire()
         before = driver.cuCtxGetCurrent()[1]
         self._before.append(before)
         if not int(before):  # a thread that has used no GPU yet
@@ -102,7 +123,7 @@ class Shared:
 
     def __exit__(self, *_: object) -> None:
         driver.cuCtxSetCurrent(self._before.pop())
-        self._lock.release()
+        self.lock.release()
 
     def kernel(self, config: Config) -> Kernel:
         """The kernel of a config, loaded once for all configs that differ in order or pace."""
@@ -127,18 +148,24 @@ class Shared:
     def listed(self, bound: Bound, streams: Sequence[int], captured: bool) -> Listed:
         """A call with each GPU's part on its stream, or (one stream: X lies on GPU 0 alone) all of
         it as one piece of work on a stream of GPU 0."""
-        several = len(streams) > 1  # never in a capture
-        steps = self._each(bound, streams) if several else self._spread(bound, streams[0], captured)
+        graphs: list[_Graph] = []
+        if len(streams) > 1:  # never in a capture
+            steps = list(self._each(bound, streams))
+        else:
+            steps = list(self._spread(bound, streams[0], captured, graphs))
         taken = [*streams, *self._eager.streams[len(streams) :]]
-        return Listed(list(steps), None if captured else taken, bound)
+        in_contexts = any(stream in _DEFAULT_STREAMS for stream in streams)
+        return Listed(steps, None if captured else taken, in_contexts, bound, graphs)
 
     def enqueue(self, call: Listed) -> None:
         """Enqueue a call after the one before."""
-        if call.streams not in (None, self._last):
-            self._follow(call.streams)
-        for step, args in call.steps:
-            if (status := step(*args)[0]) is not _SUCCESS:
-                check((status,))
+        if call.in_contexts or call.streams not in (None, self._last):
+            with self:
+                if call.streams is not None:
+                    self._follow(call.streams)
+                _take(call.steps)
+        else:
+            _take(call.steps)
 
     def _follow(self, streams: list[int]) -> None:
         """Begin after the call before, where the stream itself does not see to it."""
@@ -149,21 +176,27 @@ class Shared:
             check(driver.cuStreamWaitEvent(stream, self._eager.ended[gpu], 0))
         self._last = streams
 
-    def _spread(self, bound: Bound, stream: int, captured: bool) -> Iterator[_Step]:
+    def _spread(
+        self, bound: Bound, stream: int, captured: bool, graphs: list[_Graph]
+    ) -> Iterator[_Step]:
         """The stream of GPU 0 waits for the others' kernels to end: a replay may come next, whose
-        kernels begin on all GPUs when that stream says so."""
+        kernels begin on all GPUs when that stream says so. What a peer does is one launch, which
+        costs the host half of two; all of it goes into a capture as it is."""
         lanes, others = self._captured if captured else self._eager, range(1, len(self.gpus))
+        yield from self._use(0, stream)
         if others:
-            yield self._use(0)
             yield driver.cuEventRecord, (lanes.begun, _stream(stream))
         for gpu in others:
             here, words = lanes.streams[gpu], bound.pulls[gpu]
-            yield self._use(gpu)
+            pull = driver.cuLaunchKernelEx, (self._pull_on(here), self._pull, words.address, 0)
+            steps = [pull, *self._part(bound, gpu, here, captured)]
+            if not captured:
+                self.gpus.use(gpu)
+                graphs.append(graph := _Graph(here, steps))
+                steps = [graph.launch]
             yield driver.cuStreamWaitEvent, (_stream(here), lanes.begun, 0)
-            yield driver.cuLaunchKernelEx, (self._pull_on(here), self._pull, words.address, 0)
-            yield from self._part(bound, gpu, here, captured)
+            yield from steps
             yield driver.cuEventRecord, (lanes.ended[gpu], _stream(here))
-        yield self._use(0)
         yield from self._part(bound, 0, stream, captured)
         for gpu in others:
             yield driver.cuStreamWaitEvent, (_stream(stream), lanes.ended[gpu], 0)
@@ -172,16 +205,19 @@ class Shared:
 
     def _each(self, bound: Bound, streams: Sequence[int]) -> Iterator[_Step]:
         for gpu, stream in enumerate(streams):
-            yield self._use(gpu)
+            yield from self._use(gpu, stream)
             yield from self._part(bound, gpu, stream, captured=False)
             yield driver.cuEventRecord, (self._eager.ended[gpu], _stream(stream))
 
-    def _use(self, gpu: int) -> _Step:
-        return driver.cuCtxSetCurrent, (self._contexts[gpu],)
+    def _use(self, gpu: int, stream: int) -> Iterator[_Step]:
+        """Kernels, events and graphs go where their stream is, whatever is current; the default
+        stream is that of the current context."""
+        if stream in _DEFAULT_STREAMS:
+            yield driver.cuCtxSetCurrent, (self._contexts[gpu],)
 
     def _part(self, bound: Bound, gpu: int, stream: int, captured: bool) -> Iterator[_Step]:
-        """The kernel of one GPU. In a graph it begins after the nodes before it: whether a node may
-        begin early beside edges from other GPUs is not known."""
+        """The kernel of one GPU. In a capture it begins after the nodes before it: whether a node
+        may begin early beside edges from other GPUs is not known."""
         args = bound.kernel.launch_args(bound.arguments[gpu], stream, early=not captured)
         yield driver.cuLaunchKernelEx, args
         for copy in bound.copies if gpu == 0 else ():
@@ -207,6 +243,12 @@ class Shared:
         for gpu in range(len(self.gpus)):
             self.gpus.use(gpu)
             check(driver.cuCtxSynchronize())
+
+
+def _take(steps: Sequence[_Step]) -> None:
+    for step, args in steps:
+        if (status := step(*args)[0]) is not _SUCCESS:
+            check((status,))
 
 
 def _stream(handle: int) -> Any:
@@ -235,6 +277,8 @@ def shared(gpus: range) -> Shared:
         count = len(gpus)
         if others := {len(made) for made in _made if min(len(made), count) > 1}:
             raise UsageError(f"this process uses {others.pop()} GPUs for an Mlp, not {count}")
+        if gpus.start < 0:
+            raise UsageError(f"gpu must be an ordinal, got {gpus.start}")
         if (present := gpu_count()) < gpus.stop:
             raise DeviceError(f"{gpus.stop} GPUs are asked for, this machine has {present}")
         check(driver.cuInit(0))

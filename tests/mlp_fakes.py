@@ -24,17 +24,40 @@ NO_DB = Path("/nonexistent/ctatune.db")
 class FakeDriver:
     """Logs calls of the driver into `log`; every call succeeds with `answers`, or 0.
 
-    Enums and structs are the real ones.
+    Enums and structs are the real ones. A graph that is launched logs what was captured for it.
     """
 
     def __init__(self, real: Any, log: list[tuple[Any, ...]], **answers: Any) -> None:
         self._real, self._log, self.answers = real, log, answers
+        self._captured: list[tuple[Any, ...]] | None = None
+        self.graphs: list[list[tuple[Any, ...]]] = []
+
+    def _of_graphs(self, name: str, args: tuple[Any, ...]) -> Any:
+        """What a call that has to do with graphs gives; None for any other one."""
+        if name == "cuStreamBeginCapture":
+            self._captured = []
+        elif name == "cuStreamEndCapture":
+            assert self._captured is not None
+            self.graphs.append(self._captured)
+            self._captured = None
+            return len(self.graphs) - 1
+        elif name == "cuGraphInstantiate":
+            return args[0]
+        elif name == "cuGraphLaunch":
+            self._log.extend(self.graphs[args[0]])
+        elif self._captured is not None:
+            self._captured.append((name, *args))
+        else:
+            return None
+        return 0
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("cu"):
             return getattr(self._real, name)
 
         def call(*args: Any) -> tuple[Any, ...]:
+            if (found := self._of_graphs(name, args)) is not None:
+                return self._real.CUresult.CUDA_SUCCESS, found
             self._log.append((name, *args))
             return self._real.CUresult.CUDA_SUCCESS, self.answers.get(name, len(self._log))
 

@@ -112,12 +112,10 @@ def test_what_is_refused(array, message):
 
 
 def fake_torch(stream: int) -> Any:
-    cuda = SimpleNamespace(
-        is_initialized=lambda: True,
-        current_stream=lambda gpu: SimpleNamespace(cuda_stream=stream + gpu),
-    )
+    cuda = SimpleNamespace(is_initialized=lambda: True)
+    own = SimpleNamespace(_cuda_getCurrentRawStream=lambda gpu: stream + gpu)
     tensor = type("Tensor", (SimpleNamespace,), {})
-    return SimpleNamespace(cuda=cuda, Tensor=tensor, bfloat16="torch.bfloat16")
+    return SimpleNamespace(cuda=cuda, _C=own, Tensor=tensor, bfloat16="torch.bfloat16")
 
 
 def test_torch_is_asked_only_where_it_is_in_use(monkeypatch):

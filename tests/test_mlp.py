@@ -283,9 +283,17 @@ def test_a_closed_object_is_free_and_takes_no_calls(machine):
 def test_the_callers_gpu_stays_current(machine):
     it = made()
     machine.driver.answers["cuCtxGetCurrent"] = 4711
-    call(machine, it, x_of(), stream=7)
-    assert machine.log[0] == ("cuCtxGetCurrent",)
-    assert machine.log[-1] == ("cuCtxSetCurrent", 4711)
+
+    def contexts(stream: int) -> list[tuple[Any, ...]]:
+        call(machine, it, x_of(), stream=stream)
+        return [entry for entry in machine.log if entry[0].startswith("cuCtx")]
+
+    back = ("cuCtxSetCurrent", 4711)
+    assert contexts(7)[-1] == back
+    assert contexts(7) == []  # a call that is ready, on a stream that is known by itself
+    for _ in range(2):  # the default stream is that of the current context
+        found = contexts(0)
+        assert found[-2:] == [("cuCtxSetCurrent", machine.shared._contexts[0]), back]
 
 
 def test_threads_enqueue_one_call_after_the_other(machine):

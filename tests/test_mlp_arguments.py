@@ -16,6 +16,17 @@ from ctatune.errors import DeviceError, UsageError
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
+class Fixed:
+    """An array that nobody may write."""
+
+    __cuda_array_interface__ = {  # noqa: RUF012
+        "shape": (64, N),
+        "typestr": "<u2",
+        "data": (OUT, True),
+        "version": 3,
+    }
+
+
 REFUSED = {
     "host": (lambda: ([np.zeros((64, K), np.uint16)],), "x must lie on GPU 0, it lies on the host"),
     "wrong gpu": (lambda: ([x_of(gpu=1)],), "x must lie on GPU 0, it lies on GPU 1"),
@@ -38,6 +49,13 @@ REFUSED = {
         lambda: ([[x_of(), x_of(gpu=1)]], {"stream": 7}),
         "stream needs one item for each of 2 GPUs, got 1",
     ),
+    "one out": (
+        lambda: ([[x_of(), x_of(gpu=1)], OnGpu((64, N), OUT)], {"stream": [7, 8]}),
+        "out must be a list of 2, as x is, got OnGpu",
+    ),
+    "no stream": (lambda: ([x_of()], {"stream": "x"}), "stream must be a handle .* got 'x'"),
+    "stream": (lambda: ([x_of()], {"stream": -1}), "stream must be a handle .* got -1"),
+    "read-only": (lambda: ([x_of(), Fixed()],), "out must not be read-only"),
 }
 
 
