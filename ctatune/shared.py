@@ -17,8 +17,7 @@ and other calls, by enqueueing them on the same stream for example.
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from cuda.bindings import driver
@@ -49,22 +48,6 @@ class Copy(NamedTuple):
     nbytes: int
 
 
-class _Graph:
-    """Kernels in a row on a stream as one launch, for as long as somebody holds this."""
-
-    def __init__(self, stream: int, steps: Iterable[_Step]) -> None:
-        check(driver.cuStreamBeginCapture(stream, _RELAXED))
-        try:
-            for step, args in steps:
-                check(step(*args))
-        finally:
-            graph = check(driver.cuStreamEndCapture(stream))
-        self._ready = check(driver.cuGraphInstantiate(graph, 0))
-        driver.cuGraphDestroy(graph)
-        self.launch: _Step = (driver.cuGraphLaunch, (self._ready, _stream(stream)))
-        weakref.finalize(self, driver.cuGraphExecDestroy, self._ready)
-
-
 class Bound(NamedTuple):
     """A call with its pointers: the kernel, what it takes on each GPU, (not for GPU 0) what the
     kernel takes that fetches X from GPU 0, and what GPU 0 copies after it."""
@@ -82,7 +65,38 @@ class Listed(NamedTuple):
     streams: list[int] | None
     in_contexts: bool  # some stream is another one in each context
     bound: Bound  # its memory is read when the steps are taken
-    graphs: Sequence[_Graph]
+
+
+class _Chain:
+    """What a peer runs in a call whose X lies on GPU 0, the kernel that fetches X and ours, as one
+    launch: a CUDA graph, which the host launches in half the time of two kernels.
+
+    It takes 125 kB of the GPU, so a kernel has one, whose arguments change with the call.
+    """
+
+    def __init__(self, gpu: int, stream: int, bound: Bound, launches: Sequence[_Step]) -> None:
+        self._gpu, self._stream, self._bound = gpu, _stream(stream), bound
+        check(driver.cuStreamBeginCapture(stream, _RELAXED))
+        try:
+            for launch, args in launches:
+                check(launch(*args))
+        finally:
+            graph = check(driver.cuStreamEndCapture(stream))
+        (pull, *_), _ = check(driver.cuGraphGetRootNodes(graph, 1))
+        nodes, _ = check(driver.cuGraphGetNodes(graph, len(launches)))
+        ours = next(node for node in nodes if int(node) != int(pull))
+        self._nodes = [(n, check(driver.cuGraphKernelNodeGetParams(n))) for n in (pull, ours)]
+        self._ready = check(driver.cuGraphInstantiate(graph, 0))
+
+    def launch(self, bound: Bound) -> tuple[Any, ...]:
+        """Enqueue it with the arguments of a call; gives the status as the driver does."""
+        if bound is not self._bound:
+            arguments = bound.pulls[self._gpu], bound.arguments[self._gpu]
+            for (node, params), argument in zip(self._nodes, arguments, strict=True):
+                params.kernelParams = argument.address
+                check(driver.cuGraphExecKernelNodeSetParams(self._ready, node, params))
+            self._bound = bound
+        return driver.cuGraphLaunch(self._ready, self._stream)
 
 
 class _Lanes:
@@ -105,6 +119,7 @@ class Shared:
         self.gpus, self.lock = gpus, threading.RLock()
         self._before: list[Any] = []  # what was current, for each `with` that is open
         self._kernels: dict[tuple[str, int], Kernel] = {}
+        self._chains: dict[tuple[int, int], _Chain] = {}
         self._pull = gpus.function("pull")
         self._contexts, captured = [], []
         for gpu, device in enumerate(gpus.devices):
@@ -148,14 +163,11 @@ class Shared:
     def listed(self, bound: Bound, streams: Sequence[int], captured: bool) -> Listed:
         """A call with each GPU's part on its stream, or (one stream: X lies on GPU 0 alone) all of
         it as one piece of work on a stream of GPU 0."""
-        graphs: list[_Graph] = []
-        if len(streams) > 1:  # never in a capture
-            steps = list(self._each(bound, streams))
-        else:
-            steps = list(self._spread(bound, streams[0], captured, graphs))
+        several = len(streams) > 1  # never in a capture
+        steps = self._each(bound, streams) if several else self._spread(bound, streams[0], captured)
         taken = [*streams, *self._eager.streams[len(streams) :]]
         in_contexts = any(stream in _DEFAULT_STREAMS for stream in streams)
-        return Listed(steps, None if captured else taken, in_contexts, bound, graphs)
+        return Listed(list(steps), None if captured else taken, in_contexts, bound)
 
     def enqueue(self, call: Listed) -> None:
         """Enqueue a call after the one before."""
@@ -176,12 +188,9 @@ class Shared:
             check(driver.cuStreamWaitEvent(stream, self._eager.ended[gpu], 0))
         self._last = streams
 
-    def _spread(
-        self, bound: Bound, stream: int, captured: bool, graphs: list[_Graph]
-    ) -> Iterator[_Step]:
+    def _spread(self, bound: Bound, stream: int, captured: bool) -> Iterator[_Step]:
         """The stream of GPU 0 waits for the others' kernels to end: a replay may come next, whose
-        kernels begin on all GPUs when that stream says so. What a peer does is one launch, which
-        costs the host half of two; all of it goes into a capture as it is."""
+        kernels begin on all GPUs when that stream says so."""
         lanes, others = self._captured if captured else self._eager, range(1, len(self.gpus))
         yield from self._use(0, stream)
         if others:
@@ -189,19 +198,24 @@ class Shared:
         for gpu in others:
             here, words = lanes.streams[gpu], bound.pulls[gpu]
             pull = driver.cuLaunchKernelEx, (self._pull_on(here), self._pull, words.address, 0)
-            steps = [pull, *self._part(bound, gpu, here, captured)]
-            if not captured:
-                self.gpus.use(gpu)
-                graphs.append(graph := _Graph(here, steps))
-                steps = [graph.launch]
+            launches = [pull, *self._part(bound, gpu, here, captured)]
             yield driver.cuStreamWaitEvent, (_stream(here), lanes.begun, 0)
-            yield from steps
+            if captured:
+                yield from launches
+            else:
+                yield self._chain(gpu, here, bound, launches).launch, (bound,)
             yield driver.cuEventRecord, (lanes.ended[gpu], _stream(here))
         yield from self._part(bound, 0, stream, captured)
         for gpu in others:
             yield driver.cuStreamWaitEvent, (_stream(stream), lanes.ended[gpu], 0)
         if not captured:
             yield driver.cuEventRecord, (lanes.ended[0], _stream(stream))
+
+    def _chain(self, gpu: int, stream: int, bound: Bound, launches: Sequence[_Step]) -> _Chain:
+        key = id(bound.kernel), gpu  # kernels are kept
+        if key not in self._chains:
+            self._chains[key] = _Chain(gpu, stream, bound, launches)
+        return self._chains[key]
 
     def _each(self, bound: Bound, streams: Sequence[int]) -> Iterator[_Step]:
         for gpu, stream in enumerate(streams):

@@ -19,6 +19,7 @@ W_UP, W_DOWN = np.zeros((H, K), np.uint16), np.zeros((N, H), np.uint16)
 ACTIVE = shared.driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
 X, OUT = 1 << 40, 2 << 40  # where callers have theirs
 NO_DB = Path("/nonexistent/ctatune.db")
+BLOCKS: dict[int, Any] = {}  # parameter blocks by their addresses
 
 
 class FakeDriver:
@@ -45,6 +46,17 @@ class FakeDriver:
             return args[0]
         elif name == "cuGraphLaunch":
             self._log.extend(self.graphs[args[0]])
+        elif name in ("cuGraphGetNodes", "cuGraphGetRootNodes"):
+            nodes = [100 * args[0] + i for i in range(len(self.graphs[args[0]]))]
+            return nodes[: args[1]], args[1]
+        elif name == "cuGraphKernelNodeGetParams":
+            return SimpleNamespace()
+        elif name == "cuGraphExecKernelNodeSetParams":
+            graph, node, params = args
+            call = self.graphs[graph][node % 100]
+            argument = params.kernelParams
+            argument = argument if call[2] == "pull" else BLOCKS[argument]
+            self.graphs[graph][node % 100] = (*call[:3], argument, call[-1])
         elif self._captured is not None:
             self._captured.append((name, *args))
         else:
@@ -57,7 +69,8 @@ class FakeDriver:
 
         def call(*args: Any) -> tuple[Any, ...]:
             if (found := self._of_graphs(name, args)) is not None:
-                return self._real.CUresult.CUDA_SUCCESS, found
+                values = found if isinstance(found, tuple) else (found,)
+                return self._real.CUresult.CUDA_SUCCESS, *values
             self._log.append((name, *args))
             return self._real.CUresult.CUDA_SUCCESS, self.answers.get(name, len(self._log))
 
@@ -140,6 +153,7 @@ class FakeKernel:
         self.config, self.ctas, self.build = config, 132, lambda: "build"
 
     def launch_args(self, argument: Any, stream: int, *, early: bool) -> tuple[Any, ...]:
+        BLOCKS[argument.address] = argument.block
         return SimpleNamespace(hStream=stream), "mlp early" if early else "mlp", argument.block, 0
 
 

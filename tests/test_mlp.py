@@ -78,6 +78,19 @@ def test_x_on_one_gpu_is_one_piece_of_work_on_the_callers_stream(machine):
     ]
 
 
+def test_a_peer_has_one_graph_that_gets_the_places_of_each_call(machine):
+    it = made()
+    for _ in range(2):
+        for pointer in (X, 3 * X):
+            call(machine, it, x_of(pointer=pointer), OnGpu((64, N), OUT), stream=7)
+            assert blocks(machine)[0]["x"] == as_map(pointer, (64, K), 64)
+            assert blocks(machine)[1]["y2_to"][:2].tolist() == [it._placement._own.y2[1], OUT]
+            (pull,) = [entry for entry in machine.log if entry[2:3] == ("pull",)]
+            words = [c.listed.bound.pulls[1] for c in it._placement._calls.values()]
+            assert [w.block[1] for w in words if w.address == pull[3]] == [pointer]
+    assert len(machine.driver.graphs) == 1
+
+
 def test_x_on_every_gpu_takes_each_callers_stream_and_nothing_else(machine):
     it = made()
     both = [x_of(gpu=0), x_of(gpu=1)]
