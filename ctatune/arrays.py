@@ -81,8 +81,8 @@ def _require(name: str, bf16: bool, dtype: object, *, dense: bool) -> None:
 def _of_torch(torch: Any, tensor: Any, name: str) -> View:
     bf16 = tensor.dtype is torch.bfloat16 or tensor.dtype is getattr(torch, "uint16", None)
     _require(name, bf16, tensor.dtype, dense=tensor.is_contiguous())
-    gpu = tensor.device.index if tensor.is_cuda else None
-    return View(tensor.data_ptr(), tuple(tensor.shape), gpu, tensor)
+    gpu = tensor.get_device()  # -1 on the host; `tensor.device` makes an object
+    return View(tensor.data_ptr(), tuple(tensor.shape), gpu if gpu >= 0 else None, tensor)
 
 
 class _Device(ctypes.Structure):

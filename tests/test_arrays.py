@@ -134,8 +134,7 @@ def test_a_tensor_of_torch(monkeypatch):
     tensor = torch.Tensor(
         dtype="torch.bfloat16",
         is_contiguous=lambda: True,
-        is_cuda=True,
-        device=SimpleNamespace(index=1),
+        get_device=lambda: 1,
         data_ptr=lambda: 4096,
         shape=(3, 8),
     )

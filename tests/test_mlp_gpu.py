@@ -17,12 +17,11 @@ import numpy as np
 import pytest
 from mlp_rig import CALLS, MOST, ROWS, SMALL, WIDE, Rig, rigged, some_tokens
 
-from ctatune import abi
+from ctatune import abi, shared
 from ctatune.arrays import GpuArray
 from ctatune.errors import DeviceError, PipelineTimeoutError
 from ctatune.gpus import check
 from ctatune.problem import BF16_BYTES
-from ctatune.shared import Shared
 
 pytestmark = pytest.mark.gpus(2)
 
@@ -131,13 +130,13 @@ def test_a_call_that_does_not_wait_for_x_is_caught(small, monkeypatch):
     m = 300
     some_tokens(small)
     small.mlp.warm_up(m)
-    spread = Shared._spread
+    spread = shared.Shared._spread
 
-    def hasty(self: Shared, *args: Any) -> Iterator[Any]:
+    def hasty(self: shared.Shared, *args: Any) -> Iterator[Any]:
         begun = self._eager.begun
         return (step for step in spread(self, *args) if step[1][1:] != (begun, 0))
 
-    monkeypatch.setattr(Shared, "_spread", hasty)
+    monkeypatch.setattr(shared.Shared, "_spread", hasty)
     small.mlp._placement._calls.clear()
     for row in (0, 1000, 2000):
         small.gpus.support("delay", 0, 1, 1, np.int64(2_000_000))
@@ -214,12 +213,8 @@ def test_a_dead_peer_is_said_by_check(bench, monkeypatch):
     monkeypatch.setattr(abi, "POLL_TIMEOUT_NS", 500_000_000)  # kernels load meanwhile
     with rigged(bench, SMALL) as rig:
         rig.mlp.warm_up(64)
-        part = Shared._part
-
-        def dead(self: Shared, bound: Any, gpu: int, *args: Any) -> Any:
-            return part(self, bound, gpu, *args) if gpu == 0 else ()
-
-        monkeypatch.setattr(Shared, "_part", dead)
+        done = (shared._SUCCESS,)
+        monkeypatch.setattr(shared._Chain, "launch", lambda *_: done)
         rig.mlp(rig.x_of(64), stream=rig.streams[0])
         with pytest.raises(PipelineTimeoutError, match="GPU 0 waited more than"):
             rig.mlp.check()
