@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cuda.bindings import driver
 
+from ctatune.abi import Argument
 from ctatune.errors import DeviceError
 from ctatune.gpus import Arena, Gpus, check
 from ctatune.methods import Method
@@ -78,3 +80,38 @@ class Graphed:
                 self._gpus.use(gpu)
                 check(driver.cuGraphExecDestroy(graph))
         self._graphs.clear()
+
+
+class Chain:
+    """Two kernels, one after the other on a stream, as one launch whose arguments may change.
+
+    `launches` are calls of `cuLaunchKernelEx` on that stream with their arguments.
+    """
+
+    def __init__(
+        self,
+        stream: int,
+        launches: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]],
+        arguments: Sequence[Argument],
+    ) -> None:
+        check(driver.cuStreamBeginCapture(stream, _RELAXED))
+        try:
+            for launch, args in launches:
+                check(launch(*args))
+        finally:
+            graph = check(driver.cuStreamEndCapture(stream))
+        (first,), _ = check(driver.cuGraphGetRootNodes(graph, 1))
+        both, _ = check(driver.cuGraphGetNodes(graph, 2))
+        nodes = sorted(both, key=lambda node: int(node) != int(first))
+        self._nodes = [(node, check(driver.cuGraphKernelNodeGetParams(node))) for node in nodes]
+        self._stream, self._arguments = driver.CUstream(stream), arguments
+        self._ready = check(driver.cuGraphInstantiate(graph, 0))
+
+    def launch(self, arguments: Sequence[Argument]) -> tuple[Any, ...]:
+        """Enqueue both with these arguments; gives the status as the driver does."""
+        if arguments is not self._arguments:
+            for (node, params), argument in zip(self._nodes, arguments, strict=True):
+                params.kernelParams = argument.address
+                check(driver.cuGraphExecKernelNodeSetParams(self._ready, node, params))
+            self._arguments = arguments
+        return driver.cuGraphLaunch(self._ready, self._stream)

@@ -27,17 +27,17 @@ from ctatune.abi import Argument
 from ctatune.config import Config
 from ctatune.errors import DeviceError, UsageError
 from ctatune.gpus import Gpus, check
+from ctatune.graphs import Chain
 from ctatune.kernel import Kernel
 from ctatune.telemetry import gpu_count
 
 _PULL_THREADS = 512
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
 _DEFAULT_STREAMS = (0, 1, 2)  # handles that stand for a stream of the current context
-_RELAXED = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 _NOT_CAPTURED = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 
 
-_Step = tuple[Callable[..., Any], tuple[Any, ...]]  # a call of the driver
+_Step = tuple[Callable[..., Any], tuple[Any, ...]]  # a call of the driver, or of a `Chain`
 
 
 class Copy(NamedTuple):
@@ -67,38 +67,6 @@ class Listed(NamedTuple):
     bound: Bound  # its memory is read when the steps are taken
 
 
-class _Chain:
-    """What a peer runs in a call whose X lies on GPU 0, the kernel that fetches X and ours, as one
-    launch: a CUDA graph, which the host launches in half the time of two kernels.
-
-    It takes 125 kB of the GPU, so a kernel has one, whose arguments change with the call.
-    """
-
-    def __init__(self, gpu: int, stream: int, bound: Bound, launches: Sequence[_Step]) -> None:
-        self._gpu, self._stream, self._bound = gpu, _stream(stream), bound
-        check(driver.cuStreamBeginCapture(stream, _RELAXED))
-        try:
-            for launch, args in launches:
-                check(launch(*args))
-        finally:
-            graph = check(driver.cuStreamEndCapture(stream))
-        (pull, *_), _ = check(driver.cuGraphGetRootNodes(graph, 1))
-        nodes, _ = check(driver.cuGraphGetNodes(graph, len(launches)))
-        ours = next(node for node in nodes if int(node) != int(pull))
-        self._nodes = [(n, check(driver.cuGraphKernelNodeGetParams(n))) for n in (pull, ours)]
-        self._ready = check(driver.cuGraphInstantiate(graph, 0))
-
-    def launch(self, bound: Bound) -> tuple[Any, ...]:
-        """Enqueue it with the arguments of a call; gives the status as the driver does."""
-        if bound is not self._bound:
-            arguments = bound.pulls[self._gpu], bound.arguments[self._gpu]
-            for (node, params), argument in zip(self._nodes, arguments, strict=True):
-                params.kernelParams = argument.address
-                check(driver.cuGraphExecKernelNodeSetParams(self._ready, node, params))
-            self._bound = bound
-        return driver.cuGraphLaunch(self._ready, self._stream)
-
-
 class _Lanes:
     """A stream of ours and an event for the end of a call on each GPU, and one for its begin."""
 
@@ -119,7 +87,7 @@ class Shared:
         self.gpus, self.lock = gpus, threading.RLock()
         self._before: list[Any] = []  # what was current, for each `with` that is open
         self._kernels: dict[tuple[str, int], Kernel] = {}
-        self._chains: dict[tuple[int, int], _Chain] = {}
+        self._chains: dict[tuple[int, int], Chain] = {}
         self._pull = gpus.function("pull")
         self._contexts, captured = [], []
         for gpu, device in enumerate(gpus.devices):
@@ -203,7 +171,7 @@ class Shared:
             if captured:
                 yield from launches
             else:
-                yield self._chain(gpu, here, bound, launches).launch, (bound,)
+                yield self._chain(bound, gpu, launches), ((words, bound.arguments[gpu]),)
             yield driver.cuEventRecord, (lanes.ended[gpu], _stream(here))
         yield from self._part(bound, 0, stream, captured)
         for gpu in others:
@@ -211,11 +179,14 @@ class Shared:
         if not captured:
             yield driver.cuEventRecord, (lanes.ended[0], _stream(stream))
 
-    def _chain(self, gpu: int, stream: int, bound: Bound, launches: Sequence[_Step]) -> _Chain:
+    def _chain(self, bound: Bound, gpu: int, launches: Sequence[_Step]) -> Callable[..., Any]:
+        """What a peer runs, as one launch, which costs the host half of two. It takes 125 kB of the
+        GPU, so a kernel has one for all calls."""
         key = id(bound.kernel), gpu  # kernels are kept
         if key not in self._chains:
-            self._chains[key] = _Chain(gpu, stream, bound, launches)
-        return self._chains[key]
+            arguments = bound.pulls[gpu], bound.arguments[gpu]
+            self._chains[key] = Chain(self._eager.streams[gpu], launches, arguments)
+        return self._chains[key].launch
 
     def _each(self, bound: Bound, streams: Sequence[int]) -> Iterator[_Step]:
         for gpu, stream in enumerate(streams):

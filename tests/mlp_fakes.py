@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 import ctatune
-from ctatune import arrays, launch, mlp, placement, ranks, shared
+from ctatune import arrays, graphs, launch, mlp, placement, ranks, shared
 from ctatune.config import Config
 from ctatune.shared import Shared
 
@@ -179,7 +179,8 @@ def fake_machine(monkeypatch: Any) -> Any:
     """Two fake GPUs and the log of what is enqueued on them."""
     log: list[tuple[Any, ...]] = []
     driver = FakeDriver(shared.driver, log, cuStreamIsCapturing=shared._NOT_CAPTURED)
-    monkeypatch.setattr(shared, "driver", driver)
+    for module in (shared, graphs):
+        monkeypatch.setattr(module, "driver", driver)
     monkeypatch.setattr(shared, "Kernel", FakeKernel)
     monkeypatch.setattr(launch, "tensor_map", as_map)
     for module in (placement, ranks):
