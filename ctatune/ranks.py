@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import ctypes
 import json
+import uuid
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -36,6 +38,7 @@ from ctatune.shared import Copy
 BLOCK_BYTES = 2 << 20  # smaller allocations may share one with memory that is not for others
 _PIECE_BYTES = 4096  # of a block, at least
 _PROBE_PATTERN = 0x5A17D000
+_CLOSING = "closing"
 
 Exchange = Callable[[bytes], Sequence[bytes]]
 Ends = tuple[tuple[int, ...], tuple[Copy, ...]]
@@ -113,37 +116,46 @@ class Ranks(Processes):
 
     def gather(self, what: str, make: Callable[[], Any]) -> list[Any]:
         try:
-            value = make()
+            value = json.dumps(make())
         except BaseException as error:
-            self._talk(what, None, error)
+            self._talk(what, "", error)
             raise
         heard = self._talk(what, value, None)
-        if [said["rank"] for said in heard] != list(range(self._world)):
-            rule = f"what each of {self._world} ranks gave, in their order"
-            raise UsageError(f"exchange must return {rule}: got {len(heard)} answers")
         for said in heard:
             if said["at"] != heard[0]["at"]:
+                self._lost |= any(one["at"].startswith(_CLOSING) for one in heard)
                 where = f"rank 0 at {heard[0]['at']}, rank {said['rank']} at {said['at']}"
                 raise UsageError(f"ranks do not make the same calls: {where}")
             if said["error"]:
                 kind = UsageError if said["misuse"] else DeviceError
                 raise kind(f"rank {said['rank']}: {said['error']}")
-        return [said["value"] for said in heard]
+        return [json.loads(said["value"]) for said in heard]
 
-    def _talk(self, what: str, value: Any, error: BaseException | None) -> list[dict[str, Any]]:
+    def _talk(self, what: str, value: str, error: BaseException | None) -> list[dict[str, Any]]:
         said = {"rank": self._rank, "at": f"{what} ({self._about})", "value": value}
         said["error"] = f"{type(error).__name__}: {error}" if error else ""
         said["misuse"] = isinstance(error, UsageError)
-        try:
-            return [json.loads(bytes(one)) for one in self._exchange(json.dumps(said).encode())]
-        except BaseException:
-            self._lost = True
-            raise
+        lost, self._lost = self._lost, True  # unless all is well
+        answers = self._exchange(json.dumps(said).encode())
+        heard = []
+        with suppress(TypeError, ValueError):
+            heard = [dict(json.loads(bytes(one))) for one in answers]
+        if [one.get("rank") for one in heard] != list(range(self._world)):
+            rule = f"what each of {self._world} ranks gave, in their order"
+            raise UsageError(f"exchange must return {rule}: got {answers!r:.80}")
+        self._lost = lost
+        return heard
 
     def choice(self, own: Choice | None) -> Choice | None:
-        """The choice of rank 0."""
-        mine = asdict(own) | {"config": own.config.canonical()} if own and not self._rank else None
-        first = self.gather("the choice", lambda: mine)[0]
+        """The choice of rank 0. It comes with a name for the object that is made, so that two
+        objects cannot meet."""
+
+        def said() -> Any:
+            mine = asdict(own) | {"config": own.config.canonical()} if own else None
+            return None if self._rank else (uuid.uuid4().hex[:8], mine)
+
+        name, first = self.gather("the choice", said)[0]
+        self._about += f", object {name}"
         if not first:
             return None
         interval = first["interval_us"] and tuple(first["interval_us"])
@@ -166,9 +178,9 @@ class Ranks(Processes):
         """See that ranks have different GPUs, which reach each other, by real writes."""
         super().connect(gpus)
         uuids = self.gather("connecting", lambda: gpus.devices[0].uuid)
-        for rank, uuid in enumerate(uuids):
-            if (other := uuids.index(uuid)) != rank:
-                raise DeviceError(f"ranks {other} and {rank} use the same GPU ({uuid})")
+        for rank, own in enumerate(uuids):
+            if (other := uuids.index(own)) != rank:
+                raise DeviceError(f"ranks {other} and {rank} use the same GPU ({own})")
         words = self.zeros(self._arena, PROBE_BYTES * self._world)
         self.gather("probing", lambda: self._probe(words))
         self.gather("probed", lambda: self._require_probes(words[self._rank]))
@@ -245,10 +257,11 @@ class Ranks(Processes):
 
     def leave(self, drain: Callable[[], None]) -> None:
         """Free what is shared when nobody uses it any more, nor has it mapped."""
+        if not self._lost:
+            with suppress(UsageError):  # others are elsewhere, and hear that this one leaves
+                self.gather(_CLOSING, drain)
         if self._lost:
             drain()
-        else:
-            self.gather("closing", drain)
         self._gpus.use(0)
         while self._mapped:
             check(driver.cuIpcCloseMemHandle(self._mapped.pop()))

@@ -92,6 +92,37 @@ def test_another_number_of_tokens_is_an_error_of_both(pair):
     assert len(enqueued(pair.log)) == 4
 
 
+def test_two_objects_do_not_meet(pair):
+    mlps, others = pair.made(), pair.made()
+    crossed = pair.each(lambda rank: (mlps, others)[rank][rank].warm_up(64))
+    all_raised(crossed, UsageError, "ranks do not make the same calls")
+
+
+def test_one_rank_that_closes_alone_is_an_error_of_the_others_and_both_can_leave(pair):
+    mlps = pair.made()
+
+    def end(rank: int) -> Any:
+        return mlps[0].warm_up(64) if rank == 0 else mlps[1].close()
+
+    early, late = pair.each(end)
+    assert late is None
+    all_raised([early], UsageError, "rank 1 at closing")
+    pair.each(lambda rank: mlps[0].close() if rank == 0 else None)  # meets nobody
+    assert len(times(pair, "unmap")) == 2 * 2
+
+
+def test_a_choice_that_is_none_is_an_error_of_all(pair):
+    errors = pair.each(lambda rank: pair.one(rank, choice="best" if rank == 0 else None))
+    all_raised(errors[1:], DeviceError, "rank 0: ")
+    assert isinstance(errors[0], TypeError)
+
+
+@pytest.mark.parametrize("answer", [None, [b"1", b"2"], [b"{}"], [b"x", b"y"], 3])
+def test_an_exchange_that_gives_something_else(pair, answer):
+    with pytest.raises(UsageError, match="exchange must return what each of 2 ranks gave"):
+        pair.one(0, exchange=lambda _: answer)
+
+
 def test_gpus_must_be_different_and_reach_each_other(pair, monkeypatch):
     pair.gpus[1].devices[0].uuid = "GPU-0"
     all_raised(pair.made(), DeviceError, "ranks 0 and 1 use the same GPU (GPU-0)")
