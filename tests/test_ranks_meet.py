@@ -108,7 +108,7 @@ def test_one_rank_that_closes_alone_is_an_error_of_the_others_and_both_can_leave
     assert late is None
     all_raised([early], UsageError, "rank 1 at closing")
     pair.each(lambda rank: mlps[0].close() if rank == 0 else None)  # meets nobody
-    assert len(times(pair, "unmap")) == 2 * 2
+    assert len(times(pair, "unmap")) == 2 * 3  # flags, Y1, Y2
 
 
 def test_a_choice_that_is_none_is_an_error_of_all(pair):
