@@ -19,6 +19,7 @@ from ctatune.records import Phase, Source
 from ctatune.rows import PredictionRow, Row
 from ctatune.seed import shipped
 from ctatune.space import answers, candidates, default_config
+from ctatune.stats import ratio_interval, slower_in_each, verdict
 from ctatune.store import default_path
 
 # Our kernel first: its result is bit for bit that of one GPU, and a call is one launch a GPU.
@@ -165,13 +166,15 @@ def _winner(able: Sequence[Row]) -> tuple[Row, list[str]]:
 
     What a tie is says `stats.verdict`, of the ratio over the interleaved rounds.
     """
-    from ctatune.stats import ratio_interval, verdict  # late: imports NumPy
-
     fastest = min(able, key=_latency_us)
     equal = [fastest]
     for row in able:
+        if row.config.method == fastest.config.method or row.measurement.phase != "final":
+            continue
         ours, best_of_all = (r.measurement.samples_us for r in (row, fastest))
-        if row is fastest or row.measurement.phase != "final" or len(ours) != len(best_of_all):
+        if len(ours) != len(best_of_all):
+            continue
+        if slower_in_each(ours, best_of_all):
             continue
         if verdict(*ratio_interval(ours, best_of_all)) == "tie":
             equal.append(row)

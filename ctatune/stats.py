@@ -1,13 +1,15 @@
-"""Medians of few samples and how sure they are."""
+"""Medians of few samples and how sure they are. NumPy is imported where it is needed: an answer
+seldom needs it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 BOOTSTRAP = 2_000
 APART = 0.01  # of a log-ratio: what is closer is as good as equal (DESIGN 6)
@@ -17,6 +19,8 @@ Verdict = Literal["faster", "slower", "tie"]
 
 def median_interval(samples: NDArray[np.float64] | Sequence[float]) -> tuple[float, float, float]:
     """Median and its 95 % bootstrap interval (seeded, so the same samples give the same text)."""
+    import numpy as np
+
     values = np.asarray(samples, dtype=np.float64)
     draws = np.random.default_rng(0).integers(0, len(values), (BOOTSTRAP, len(values)))
     low, high = np.percentile(np.median(values[draws], axis=1), [2.5, 97.5])
@@ -28,6 +32,8 @@ def ratio_interval(ours: Sequence[float], theirs: Sequence[float]) -> tuple[floa
 
     Raises: ValueError unless there are some, as many of each, all positive and finite.
     """
+    import numpy as np
+
     if not 0 < len(ours) == len(theirs) or not all(0.0 < us < math.inf for us in (*ours, *theirs)):
         raise ValueError("latencies must be of the same rounds, positive and finite")
     middle, low, high = np.exp(median_interval(np.log(ours) - np.log(theirs)))
@@ -42,3 +48,8 @@ def verdict(ratio: float, low: float, high: float) -> Verdict:
     if high < 1.0 and ratio <= math.exp(-APART):
         return "faster"
     return "slower" if low > 1.0 and ratio >= math.exp(APART) else "tie"
+
+
+def slower_in_each(ours: Sequence[float], theirs: Sequence[float]) -> bool:
+    """Whether all rounds, as many of each, say `slower`: then so does every resample of them."""
+    return all(own >= math.exp(APART) * their for own, their in zip(ours, theirs, strict=True))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import platformdirs
 
@@ -20,6 +21,9 @@ from ctatune.problem import Problem
 from ctatune.records import PROTOCOL, Measurement, Platform, Prediction
 from ctatune.rooms import room
 from ctatune.rows import PredictionRow, Row, Run
+
+if TYPE_CHECKING:
+    from sqlite_utils import Database
 
 _AnyRow = TypeVar("_AnyRow", Row, PredictionRow)
 BUSY_TIMEOUT_S = 10.0
@@ -38,11 +42,16 @@ class Store(AbstractContextManager["Store"]):
     """Measurements and predictions of one database, for one thread; see `open` and `memory`."""
 
     def __init__(self, connection: sqlite3.Connection, name: str) -> None:
-        from sqlite_utils import Database  # late: imports pandas where that is installed
+        self.name, self._connection = name, connection
+        connection.execute("PRAGMA foreign_keys = ON")
 
-        self.name = name
-        self._db = Database(connection, execute_plugins=False)
-        self._db.execute("PRAGMA foreign_keys = ON")
+    @cached_property
+    def _db(self) -> Database:
+        """For writing. It imports NumPy, and pandas where that is installed: 0.1 s and more, which
+        a look-up does not have."""
+        from sqlite_utils import Database
+
+        return Database(self._connection, execute_plugins=False)
 
     @classmethod
     def memory(cls) -> Store:
@@ -82,17 +91,18 @@ class Store(AbstractContextManager["Store"]):
         if not self._pending():
             return self
         copy = Store(_connect(":memory:"), self.name)
-        self._db.conn.backup(copy._db.conn)
+        self._connection.backup(copy._connection)
         self.close()
         return copy._migrate()
 
     def _pending(self) -> list[Path]:
         """Migrations that this database lacks, in their order."""
         known = {path.stem: path for path in (room("db") / "migrations").glob("*.sql")}
-        tables = self._db.table_names()
+        query = "SELECT name FROM sqlite_master WHERE type = 'table'"
+        tables = [row["name"] for row in self._read(query)]
         if tables and "schema_migration" not in tables:
             raise StoreError(f"{self.name}: belongs to another program (table {tables[0]!r})")
-        applied = self._db.query("SELECT name FROM schema_migration") if tables else ()
+        applied = self._read("SELECT name FROM schema_migration") if tables else ()
         names = {row["name"] for row in applied}
         if newer := names - known.keys():
             raise StoreError(f"{self.name}: schema {max(newer)} needs a newer ctatune")
@@ -113,7 +123,7 @@ class Store(AbstractContextManager["Store"]):
         self.close()
 
     def close(self) -> None:
-        self._db.close()
+        self._connection.close()
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -201,7 +211,7 @@ class Store(AbstractContextManager["Store"]):
             AND coalesce("run.platform.name" = ?, 1) ORDER BY id"""
         rows = []
         with _one_line(self.name):
-            for values in self._db.query(query, [*where.values(), platform]):
+            for values in self._read(query, [*where.values(), platform]):
                 try:
                     rows.append(rowforms.decode(kind, rowforms.document(values)))
                 except rowforms.DAMAGE as error:
@@ -214,7 +224,13 @@ class Store(AbstractContextManager["Store"]):
         """Names of the platforms on which something is measured."""
         query = 'SELECT DISTINCT "run.platform.name" FROM measurement_row ORDER BY 1'
         with _one_line(self.name):
-            return [name for (name,) in self._db.execute(query)]
+            return [name for (name,) in self._connection.execute(query)]
+
+    def _read(self, query: str, values: Sequence[Any] = ()) -> Iterator[dict[str, Any]]:
+        """Rows by the names of their columns."""
+        cursor = self._connection.execute(query, values)
+        names = [name for name, *_ in cursor.description]
+        return (dict(zip(names, row, strict=True)) for row in cursor)
 
     def _config_key(self, config: AnyConfig) -> str:
         row = {"canonical": config.canonical(), "method": config.method}

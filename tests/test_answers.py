@@ -88,6 +88,16 @@ def test_eight_threads_never_see_what_was_never_stored(db):
     assert ask().latency_us == 80.0
 
 
+def test_a_measured_answer_needs_no_numpy(db):
+    run(db, (CONFIG, final(100.0)))
+    code = "import sys, ctatune; ctatune.best('64x8192x8192', gpus=2); print(sorted(sys.modules))"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    for heavy in ("numpy", "sqlite_utils", "cuda", "optuna", "scipy"):
+        assert f"'{heavy}'" not in loaded
+
+
 def test_the_import_is_light():
     code = "import sys, ctatune; print(sorted(sys.modules))"
     loaded = subprocess.run(
