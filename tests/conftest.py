@@ -13,6 +13,10 @@ import pytest
 
 from ctatune.telemetry import gpu_count
 
+# Before NumPy comes: small products on threads of several processes wait for each other, ten times
+# as long as they compute.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 RANKS = int(os.environ.get("CTATUNE_TEST_RANKS", "1"))
 MOST = 4  # that any test asks for
 
