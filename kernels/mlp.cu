@@ -121,7 +121,7 @@ struct Params {
                                             // partial sums in y1_out, row, row in weight, column}
   long long* stamps;                        // null, or kStamps times a tile
   long long timeout_ns;
-  int tile_count, m, h, n, up_k_blocks;
+  int tile_count, m, h, n, up_k_blocks;     // h: columns of the memory of Y1, partial sums included
   int x_box_bytes, y1_box_bytes;            // bytes of one A box: rows that exist, not tile rows
   int panel_count, segment_count, arrivals, pace_ns;
   int y1_parity;                            // 1: Y1 has a plane for each parity of the call
@@ -354,7 +354,8 @@ struct Loader {
     poll(panel_flag(p.panels, p, epoch, panel, segment), target, p, kPanelPoll, panel);
   }
 
-  // Loads the K blocks of one segment. While the segment is not here, weights go ahead.
+  // Loads the K blocks of a run: of a segment, or of what a peer summed. While they are not here,
+  // weights go ahead.
   __device__ void down_run(int4 tile, Run const& run, bool first, int i) {
     if (!first && run.blocks.begin == run.blocks.end) return;  // another part sums all of it
     auto& at = rings.at<false>();
@@ -943,7 +944,7 @@ void mlp(__grid_constant__ Params const p) {
   }
 
   leave_together();
-  if (threadIdx.x == 128) {
+  if (threadIdx.x == 128) {                 // a thread that is still here
     if (atomicAdd(&p.calls[kLine], 1u) + 1 == gridDim.x) {
       p.calls[kLine] = 0;                   // of this GPU alone: the next call starts after us
       p.calls[0] += 1;
