@@ -108,8 +108,7 @@ def search(
             with Progress(problem) as progress:
                 choice = opened.search(problem, progress.show, trials=trials, seconds=seconds)
             if not progress.trials:
-                held = f"the database holds {trials} configs, or time was up"
-                click.echo(f"ctatune: {problem.shape}: nothing new was tried, {held}", err=True)
+                click.echo(f"ctatune: {problem.shape}: no new config of ours was tried", err=True)
             if opened.simulates and choice.source in ("measured", "neighbour"):
                 click.echo("ctatune: measurements answer before simulations", err=True)
             choices.append(choice)

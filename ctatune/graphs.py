@@ -92,7 +92,6 @@ class Chain:
         self,
         stream: int,
         launches: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]],
-        arguments: Sequence[Argument],
     ) -> None:
         check(driver.cuStreamBeginCapture(stream, _RELAXED))
         try:
@@ -104,12 +103,14 @@ class Chain:
         both, _ = check(driver.cuGraphGetNodes(graph, 2))
         nodes = sorted(both, key=lambda node: int(node) != int(first))
         self._nodes = [(node, check(driver.cuGraphKernelNodeGetParams(node))) for node in nodes]
-        self._stream, self._arguments = driver.CUstream(stream), arguments
+        self._stream = driver.CUstream(stream)
+        self._arguments: Sequence[Argument] | None = None
         self._ready = check(driver.cuGraphInstantiate(graph, 0))
 
     def launch(self, arguments: Sequence[Argument]) -> tuple[Any, ...]:
         """Enqueue both with these arguments; gives the status as the driver does."""
         if arguments is not self._arguments:
+            self._arguments = None
             for (node, params), argument in zip(self._nodes, arguments, strict=True):
                 params.kernelParams = argument.address
                 check(driver.cuGraphExecKernelNodeSetParams(self._ready, node, params))

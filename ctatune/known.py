@@ -109,11 +109,18 @@ def of_this_kernel(row: Row) -> bool:
 
 def alike(rows: Sequence[Row], wanted: dict[str, Any]) -> list[Row]:
     """The rows of the identity that is wanted. What an older version of our kernel did with a
-    config counts, good or bad, until the present one was tried."""
+    config counts, good or bad, until the present one did the same: screened it, or raced."""
     found = [row for row in rows if not differences(row, wanted)]
-    now = {(row.problem, row.config) for row in found if row.kernel_hash == jit.kernel_hash()}
+    now = {_tried(row) for row in found if row.kernel_hash == jit.kernel_hash()} - {None}
     old = jit.equal_kernels()
-    return [r for r in found if r.kernel_hash not in old or (r.problem, r.config) not in now]
+    return [row for row in found if row.kernel_hash not in old or _tried(row) not in now]
+
+
+def _tried(row: Row) -> tuple[Any, ...] | None:
+    """What a row of our kernel is of; None for a baseline, which has no version."""
+    if row.config.method not in OWN_KERNEL:
+        return None
+    return row.problem, row.config, row.measurement.phase
 
 
 def of_weights(problem: Problem, user: UserRows, wanted: dict[str, Any]) -> list[Row]:

@@ -75,7 +75,7 @@ def _why_shape(problem: Problem) -> str | None:
 
 
 def _why_too_large(problem: Problem, partial_columns: int) -> str | None:
-    """Whether it does not fit into memory, with so many columns of partial sums behind Y1."""
+    """The rule that it breaks with so many columns of partial sums behind Y1, or None."""
     columns = problem.k + 2 * (problem.h + partial_columns) + problem.n  # Y1 is there twice
     activations = DTYPES[problem.dtype] * problem.m * columns
     if problem.weight_bytes / problem.gpus + activations > HBM_BYTES:

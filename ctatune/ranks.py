@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import json
 import uuid
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,7 +29,7 @@ from cuda.bindings import driver
 
 from ctatune.choice import Choice
 from ctatune.config import Config, parse_config
-from ctatune.errors import DeviceError, UsageError
+from ctatune.errors import CtatuneError, DeviceError, UsageError
 from ctatune.gpus import PROBE_BYTES, Arena, Gpus, check
 from ctatune.jit import kernel_hash
 from ctatune.plans import Plan
@@ -123,7 +124,6 @@ class Ranks(Processes):
         heard = self._talk(what, value, None)
         for said in heard:
             if said["at"] != heard[0]["at"]:
-                self._lost |= any(one["at"].startswith(_CLOSING) for one in heard)
                 where = f"rank 0 at {heard[0]['at']}, rank {said['rank']} at {said['at']}"
                 raise UsageError(f"ranks do not make the same calls: {where}")
             if said["error"]:
@@ -143,7 +143,9 @@ class Ranks(Processes):
         if [one.get("rank") for one in heard] != list(range(self._world)):
             rule = f"what each of {self._world} ranks gave, in their order"
             raise UsageError(f"exchange must return {rule}: got {answers!r:.80}")
-        self._lost = lost
+        places = {one["at"] for one in heard}
+        leaving = any(place.startswith(_CLOSING) for place in places)
+        self._lost = lost or (leaving and len(places) > 1)
         return heard
 
     def choice(self, own: Choice | None) -> Choice | None:
@@ -258,8 +260,12 @@ class Ranks(Processes):
     def leave(self, drain: Callable[[], None]) -> None:
         """Free what is shared when nobody uses it any more, nor has it mapped."""
         if not self._lost:
-            with suppress(UsageError):  # others are elsewhere, and hear that this one leaves
+            try:
                 self.gather(_CLOSING, drain)
+            except CtatuneError as error:
+                if not self._lost:
+                    raise
+                warnings.warn(f"memory that ranks share is not freed: {error}", stacklevel=2)
         if self._lost:
             drain()
         self._gpus.use(0)

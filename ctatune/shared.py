@@ -33,7 +33,8 @@ from ctatune.telemetry import gpu_count
 
 _PULL_THREADS = 512
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
-_DEFAULT_STREAMS = (0, 1, 2)  # handles that stand for a stream of the current context
+_THREADS_OWN = 2  # the handle of another stream in each thread
+_DEFAULT_STREAMS = (0, 1, _THREADS_OWN)  # handles of streams of the current context
 _NOT_CAPTURED = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 
 
@@ -87,7 +88,7 @@ class Shared:
         self.gpus, self.lock = gpus, threading.RLock()
         self._before: list[Any] = []  # what was current, for each `with` that is open
         self._kernels: dict[tuple[str, int], Kernel] = {}
-        self._chains: dict[tuple[int, int], Chain] = {}
+        self._chains: dict[tuple[Kernel, int], Chain] = {}
         self._pull = gpus.function("pull")
         self._contexts, captured = [], []
         for gpu, device in enumerate(gpus.devices):
@@ -122,7 +123,7 @@ class Shared:
         not be ordered with calls on the others.
         """
         for stream in streams:
-            if stream and driver.cuStreamIsCapturing(stream)[1] is not _NOT_CAPTURED:
+            if stream and check(driver.cuStreamIsCapturing(stream)) is not _NOT_CAPTURED:
                 if len(streams) > 1:
                     raise UsageError("a call with X on each GPU of a process cannot be captured")
                 return True
@@ -150,7 +151,7 @@ class Shared:
     def _follow(self, streams: list[int]) -> None:
         """Begin after the call before, where the stream itself does not see to it."""
         for gpu, (last, stream) in enumerate(zip(self._last, streams, strict=True)):
-            if last in (None, stream):
+            if last is None or (last == stream != _THREADS_OWN):
                 continue
             self.gpus.use(gpu)
             check(driver.cuStreamWaitEvent(stream, self._eager.ended[gpu], 0))
@@ -182,10 +183,9 @@ class Shared:
     def _chain(self, bound: Bound, gpu: int, launches: Sequence[_Step]) -> Callable[..., Any]:
         """What a peer runs, as one launch, which costs the host half of two. It takes 125 kB of the
         GPU, so a kernel has one for all calls."""
-        key = id(bound.kernel), gpu  # kernels are kept
+        key = bound.kernel, gpu
         if key not in self._chains:
-            arguments = bound.pulls[gpu], bound.arguments[gpu]
-            self._chains[key] = Chain(self._eager.streams[gpu], launches, arguments)
+            self._chains[key] = Chain(self._eager.streams[gpu], launches)
         return self._chains[key].launch
 
     def _each(self, bound: Bound, streams: Sequence[int]) -> Iterator[_Step]:

@@ -275,6 +275,24 @@ def test_an_older_kernel_that_counts_does_so_until_the_present_one_was_tried(db,
     assert (best().config, best().note) == (OTHER, "")
 
 
+def test_screenings_by_the_present_kernel_end_no_race_of_an_older_one(db, monkeypatch):
+    monkeypatch.setattr(jit, "equal_kernels", lambda: frozenset({"0ld"}))
+    old, tp = replace(OLD, phase="final"), Baseline(method="tp")
+    run(
+        db,
+        (CONFIG, replace(old, latency_us=100.0)),
+        (OTHER, replace(old, latency_us=120.0)),
+        (tp, single(60.0, phase="final")),
+        kernel="0ld",
+    )
+    before = best()
+    assert (before.method, before.latency_us) == ("tp", 60.0)
+    run(db, (tp, single(61.0)), (CONFIG, measured(101.0)))
+    assert best() == before
+    run(db, (CONFIG, final(50.0)), (tp, single(61.0, phase="final")))
+    assert (best().config, best().latency_us) == (CONFIG, 50.0)
+
+
 def test_a_config_that_was_ever_wrong_does_not_serve(db):
     run(db, (CONFIG, measured(10.0)), (OTHER, measured(20.0)))
     run(db, (CONFIG, Measurement(outcome="wrong", kernel=measured().kernel)))
