@@ -169,7 +169,14 @@ def errors() -> str:
         f"{about['points']} configs of {about['shapes']} shapes were fitted; errors on those of "
         f"{len(about['held_out_shapes'])} others ({', '.join(about['held_out_shapes'])}):\n\n"
     )
-    return text + accuracy.table({name: accuracy.Accuracy(**values) for name, values in found})
+    text += accuracy.table({name: accuracy.Accuracy(**values) for name, values in found})
+    if about["regret"]:
+        text += (
+            "\n\nWhat it costs to run what the estimate ranks first, and the best of its first "
+            "eight, where the whole space of such a shape (or 300 configs of it) was measured:\n\n"
+        )
+        text += accuracy.regret_table([accuracy.Regret(**values) for values in about["regret"]])
+    return text
 
 
 def spliced(readme: str) -> str:

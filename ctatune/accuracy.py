@@ -91,14 +91,18 @@ def fingerprint(some: Iterable[Point]) -> str:
 def held_out(
     train: Sequence[Point], held: Sequence[Point], machine: MachineModel
 ) -> dict[str, Accuracy]:
-    """Errors on shapes that no fit saw, of both models and of their opponents: all on the points
-    of our kernel, and the estimate on those of baselines."""
+    """Errors on shapes that no fit saw, of both models (also for each number of GPUs) and of their
+    opponents: all on the points of our kernel, and the estimate on those of baselines."""
     cta = ours(held)
     found = {
         "estimate": accuracy(cta, machine, estimate),
         "simulator": accuracy(cta, machine, simulate),
         "roofline": _of(_roofline_errors(train, cta, machine)),
     }
+    for gpus in sorted({point.problem.gpus for point in cta}):
+        some = [point for point in cta if point.problem.gpus == gpus]
+        for name, predict in (("estimate", estimate), ("simulator", simulate)):
+            found[f"{name}, {gpus} GPU{'s' * (gpus > 1)}"] = accuracy(some, machine, predict)
     if importlib.util.find_spec("sklearn"):
         found["gradient boosting"] = _of(_boosting_errors(train, cta, machine))
     theirs = [point for point in held if not isinstance(point.config, Config)]
@@ -134,7 +138,7 @@ def regrets(held: Sequence[Point], machine: MachineModel) -> list[Regret]:
         if len(ranked) >= max(LEAST, min(EXPLORED, len(space))):
             least_us = min(ranked)
             over = [round(us / least_us - 1.0, 6) for us in ranked[:TOP]]
-            shape = f"{problem.shape} on {problem.gpus} GPUs"
+            shape = f"{problem.shape} on {problem.gpus} GPU{'s' * (problem.gpus > 1)}"
             found.append(Regret(shape, len(ranked), over[0], min(over)))
     return found
 
