@@ -172,9 +172,7 @@ def _winner(able: Sequence[Row]) -> tuple[Row, list[str]]:
         if row.config.method == fastest.config.method or row.measurement.phase != "final":
             continue
         ours, best_of_all = (r.measurement.samples_us for r in (row, fastest))
-        if len(ours) != len(best_of_all):
-            continue
-        if slower_in_each(ours, best_of_all):
+        if len(ours) != len(best_of_all) or slower_in_each(ours, best_of_all):
             continue
         if verdict(*ratio_interval(ours, best_of_all)) == "tie":
             equal.append(row)

@@ -85,14 +85,18 @@ class Graphed:
 class Chain:
     """Two kernels, one after the other on a stream, as one launch whose arguments may change.
 
-    `launches` are calls of `cuLaunchKernelEx` on that stream with their arguments.
+    `launches` are calls of `cuLaunchKernelEx` on that stream with their arguments; `context` is
+    that of the stream, which stays current after `__init__`.
     """
 
     def __init__(
         self,
+        context: Any,
         stream: int,
         launches: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]],
     ) -> None:
+        self._context = context
+        check(driver.cuCtxSetCurrent(context))
         check(driver.cuStreamBeginCapture(stream, _RELAXED))
         try:
             for launch, args in launches:
@@ -110,9 +114,17 @@ class Chain:
     def launch(self, arguments: Sequence[Argument]) -> tuple[Any, ...]:
         """Enqueue both with these arguments; gives the status as the driver does."""
         if arguments is not self._arguments:
-            self._arguments = None
-            for (node, params), argument in zip(self._nodes, arguments, strict=True):
-                params.kernelParams = argument.address
-                check(driver.cuGraphExecKernelNodeSetParams(self._ready, node, params))
-            self._arguments = arguments
+            before = check(driver.cuCtxGetCurrent())
+            check(driver.cuCtxSetCurrent(self._context))
+            try:
+                self._set(arguments)
+            finally:
+                check(driver.cuCtxSetCurrent(before))
         return driver.cuGraphLaunch(self._ready, self._stream)
+
+    def _set(self, arguments: Sequence[Argument]) -> None:
+        self._arguments = None
+        for (node, params), argument in zip(self._nodes, arguments, strict=True):
+            params.kernelParams = argument.address
+            check(driver.cuGraphExecKernelNodeSetParams(self._ready, node, params))
+        self._arguments = arguments

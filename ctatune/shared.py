@@ -185,7 +185,8 @@ class Shared:
         GPU, so a kernel has one for all calls."""
         key = bound.kernel, gpu
         if key not in self._chains:
-            self._chains[key] = Chain(self._eager.streams[gpu], launches)
+            stream = self._eager.streams[gpu]
+            self._chains[key] = Chain(self._contexts[gpu], stream, launches)
         return self._chains[key].launch
 
     def _each(self, bound: Bound, streams: Sequence[int]) -> Iterator[_Step]:
