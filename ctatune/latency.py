@@ -9,44 +9,18 @@ begins with its own GPU's part of a panel, and needs the rest only when it has s
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
-from functools import cache, lru_cache
 
 from ctatune.baseline_latency import baseline_us
 from ctatune.config import AnyConfig, Baseline, Config
-from ctatune.limits import TILE_K, down_stages, resident_ctas
-from ctatune.machine_model import L2_SHARE, MachineModel, faded, pace_delay_us, prediction
+from ctatune.limits import TILE_K
+from ctatune.machine_model import MachineModel, faded, prediction
+from ctatune.parts import Part, Parts, Works, parts_of, works_of
 from ctatune.problem import Problem
-from ctatune.records import Platform, Prediction
-from ctatune.schedule import layer_columns
-from ctatune.work import Memory, TileTime, Work
+from ctatune.records import Prediction
+from ctatune.work import Work
 
 ESTIMATE = "estimate-7"
-_NONE = Memory(0.0, 0.0, 0.0, 0.0)
-_NO_TIME = TileTime(0.0, _NONE, _NONE, 0.0, 0.0)  # of a GPU that has no tiles of a layer
 _BURST = 0.5  # part of the last wave's outgoing burst that the spread of its tiles does not hide
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Part:
-    """What one GPU does of one layer in a call."""
-
-    work: Work
-    time: TileTime
-    tile_us: float
-    period_us: float  # from tile to tile of a CTA
-    link_us: float  # of one tile to all peers that need it
-    late_us: float  # how late the last slab of the last CTA's paced tile leaves
-    lost_us: float  # what the first burst of tiles to peers takes from the next tile
-    beside: float  # CTAs whose loads would be those of `down` tiles that wait beside a last wave
-
-    def last_us(self, tiles: int) -> float:
-        """Time of a tile in a last wave of so many."""
-        return self.time.us(tiles + self.beside)
-
-
-Parts = tuple[Part, Part]
-Works = tuple[tuple[Work, float], tuple[Work, float]]  # of both layers, with the peers of each
 
 
 def estimate(problem: Problem, config: AnyConfig, machine: MachineModel) -> Prediction:
@@ -95,11 +69,11 @@ def gpu_parts(problem: Problem, config: Config, machine: MachineModel) -> list[P
 def _clocked(problem: Problem, config: Config, machine: MachineModel) -> tuple[list[Parts], float]:
     """The parts of each GPU, and the latency of a call that they make."""
     panels = _looked_at(problem, config)
-    works = _works(problem, config, machine.platform)
+    works = works_of(problem, config, machine.platform)
 
     def at(clocks: dict[Works, float]) -> tuple[list[Parts], float]:
         found = {
-            gpu: _both(gpu, clocks.get(gpu, 1.0), config.pace_us, machine) for gpu in set(works)
+            gpu: parts_of(gpu, clocks.get(gpu, 1.0), config.pace_us, machine) for gpu in set(works)
         }
         parts = [found[gpu] for gpu in works]
         gpus = Counter(parts)
@@ -117,86 +91,6 @@ def _clocked(problem: Problem, config: Config, machine: MachineModel) -> tuple[l
         for gpu in set(works)
     }
     return (full, full_us) if min(clocks.values()) == 1.0 else at(clocks)
-
-
-_work = lru_cache(maxsize=1 << 14)(Work)  # many configs share it: those of other mixes and paces
-
-
-@lru_cache(maxsize=4096)
-def _works(problem: Problem, config: Config, platform: Platform) -> tuple[Works, ...]:
-    """What each GPU computes of both layers, and to how many peers it sends that."""
-    up, down = layer_columns(problem, config)
-    ctas = config.ctas or resident_ctas(config, platform.sm_count)
-    y1_gpus = sum(columns.width > 0 for columns in down)
-    reduces = config.down_axis == "h"
-
-    @cache
-    def works(up_columns: int, down_columns: int, y2_peers: float) -> Works:
-        if reduces:  # a tile goes to its owner, or from there to all: so many on average
-            sizes = (problem.k, up_columns), (up_columns, problem.n)
-            y1_peers, y2_peers = 0, 2.0 * (problem.gpus - 1) / problem.gpus
-        else:
-            sizes = (problem.k, up_columns), (problem.h, down_columns)
-            y1_peers = y1_gpus - (down_columns > 0)
-        up_work, down_work = (
-            _work(
-                m=problem.m,
-                inputs=inputs,
-                columns=columns,
-                tile=tile,
-                ctas=ctas,
-                sharers=2 if config.multicast else 1,
-                stages=depth,
-                kept_bytes=L2_SHARE * platform.l2_bytes,
-            )
-            for (inputs, columns), tile, depth in zip(
-                sizes,
-                config.tiles,
-                (config.stages, down_stages(config)),
-                strict=True,
-            )
-        )
-        return (up_work, y1_peers), (down_work, y2_peers)
-
-    return tuple(
-        works(up[gpu].width, down[gpu].width, sum(to != gpu for to in problem.y2_gpus(gpu)))
-        for gpu in range(problem.gpus)
-    )
-
-
-def _both(gpu: Works, clock: float, pace_us: float, machine: MachineModel) -> Parts:
-    """CTAs that have no tile of the last wave of `up` begin with `down`: they load what they can
-    while they wait for Y1, from the same memory."""
-    (up, up_peers), (down, down_peers) = gpu
-    second = _part(down, down_peers, clock, pace_us, machine)
-    idle, beside = min(-up.tiles % up.ctas, down.tiles), 0.0
-    if idle and up.tiles:
-        hbm_us = second.time.memory.hbm_us - second.time.memory_ahead.hbm_us
-        beside = idle * hbm_us / machine.tile_time(up, clock).memory.hbm_us
-    return _part(up, up_peers, clock, pace_us, machine, beside), second
-
-
-def _part(
-    work: Work,
-    peers: float,
-    clock: float,
-    pace_us: float,
-    machine: MachineModel,
-    beside: float = 0.0,
-) -> Part:
-    time = machine.tile_time(work, clock) if work.tiles else _NO_TIME
-    tile_us = time.us(work.active + beside * (work.tiles < work.ctas))
-    late_us = pace_delay_us(work.tile, pace_us, 1.0) if peers else 0.0
-    return Part(
-        work=work,
-        time=time,
-        tile_us=tile_us,
-        period_us=max(tile_us, late_us + 2.0 * machine.flag_us) if late_us else tile_us,
-        link_us=machine.link_us(work.tile_bytes * peers),
-        late_us=late_us,
-        lost_us=machine.burst_loss_us(work, peers, pace_us, tile_us),
-        beside=beside,
-    )
 
 
 def _looked_at(problem: Problem, config: Config) -> list[tuple[int, int]]:
