@@ -61,25 +61,31 @@ class Regret(NamedTuple):
     best: float
 
 
-def _of(logs: NDArray[np.float64], inside: float | None = None) -> Accuracy:
+def _of(logs: NDArray[np.float64], inside: NDArray[np.bool_] | None = None) -> Accuracy:
     errors = np.abs(np.expm1(logs))
     return Accuracy(
         points=len(errors),
         mape=float(errors.mean()),
         p90=float(np.quantile(errors, 0.9)),
         worst=float(errors.max()),
-        inside=inside,
+        inside=None if inside is None else float(inside.mean()),
     )
 
 
 def accuracy(some: Sequence[Point], machine: MachineModel, predict: Predict) -> Accuracy:
     """Errors of a model on some points, at least one."""
+    return _of(*_judged(some, machine, predict))
+
+
+def _judged(
+    some: Sequence[Point], machine: MachineModel, predict: Predict
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Of each point the log error of a model, and whether it lies in the model's interval."""
     predicted = [predict(point.problem, point.config, machine) for point in some]
     measured = np.array([point.latency_us for point in some])
     low, high = np.transpose([prediction.interval_us for prediction in predicted])
     inside = (low <= measured) & (measured <= high)
-    errors = np.log([prediction.latency_us for prediction in predicted]) - np.log(measured)
-    return _of(errors, float(inside.mean()))
+    return np.log([prediction.latency_us for prediction in predicted]) - np.log(measured), inside
 
 
 def fingerprint(some: Iterable[Point]) -> str:
@@ -94,15 +100,17 @@ def held_out(
     """Errors on shapes that no fit saw, of both models (also for each number of GPUs) and of their
     opponents: all on the points of our kernel, and the estimate on those of baselines."""
     cta = ours(held)
-    found = {
-        "estimate": accuracy(cta, machine, estimate),
-        "simulator": accuracy(cta, machine, simulate),
-        "roofline": _of(_roofline_errors(train, cta, machine)),
+    judged = {
+        "estimate": _judged(cta, machine, estimate),
+        "simulator": _judged(cta, machine, simulate),
     }
-    for gpus in sorted({point.problem.gpus for point in cta}):
-        some = [point for point in cta if point.problem.gpus == gpus]
-        for name, predict in (("estimate", estimate), ("simulator", simulate)):
-            found[f"{name}, {gpus} GPU{'s' * (gpus > 1)}"] = accuracy(some, machine, predict)
+    found = {name: _of(*both) for name, both in judged.items()}
+    found["roofline"] = _of(_roofline_errors(train, cta, machine))
+    counts = np.array([point.problem.gpus for point in cta])
+    for gpus in sorted(set(counts.tolist())):
+        for name, (errors, inside) in judged.items():
+            title = f"{name}, {gpus} GPU{'s' * (gpus > 1)}"
+            found[title] = _of(errors[counts == gpus], inside[counts == gpus])
     if importlib.util.find_spec("sklearn"):
         found["gradient boosting"] = _of(_boosting_errors(train, cta, machine))
     theirs = [point for point in held if not isinstance(point.config, Config)]

@@ -8,10 +8,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ctatune.config import OWN_KERNEL, AnyConfig
+from ctatune.config import AnyConfig
 from ctatune.errors import NoAnswer, UsageError
-from ctatune.jit import kernel_hash
-from ctatune.known import alike, differences, of_weights, platform_of, user_rows, wanted_of
+from ctatune.known import (
+    alike,
+    differences,
+    is_older,
+    of_weights,
+    platform_of,
+    user_rows,
+    wanted_of,
+)
 from ctatune.limits import why_invalid
 from ctatune.machine_model import load
 from ctatune.problem import Output, Problem
@@ -130,7 +137,7 @@ def _measured(
     notes = ["screened, not raced"] if phase == "screen" else []
     if won.platform.name != wanted["platform"]:
         notes.append(f"measured on {won.platform.name}, whose GPU is the same")
-    if won.config.method in OWN_KERNEL and won.kernel_hash != kernel_hash():
+    if is_older(won):
         notes.append("measured with an older version of our kernel")
     if no_kernel:
         notes.append(no_kernel)

@@ -103,23 +103,24 @@ def differences(row: Row, wanted: dict[str, Any]) -> list[str]:
 
 
 def of_this_kernel(row: Row) -> bool:
-    """Whether a row is of the present version of our kernel, or of one of `jit.equal_kernels`."""
-    return row.kernel_hash == jit.kernel_hash() or row.kernel_hash in jit.equal_kernels()
+    """Whether a row of our kernel is of the present version, or of an older one that counts."""
+    return row.kernel_hash == jit.kernel_hash() or is_older(row)
+
+
+def is_older(row: Row) -> bool:
+    """Whether a row is of our kernel in one of the versions `jit.equal_kernels`."""
+    return row.config.method in OWN_KERNEL and row.kernel_hash in jit.equal_kernels()
 
 
 def alike(rows: Sequence[Row], wanted: dict[str, Any]) -> list[Row]:
     """The rows of the identity that is wanted. What an older version of our kernel did with a
     config counts, good or bad, until the present one did the same: screened it, or raced."""
     found = [row for row in rows if not differences(row, wanted)]
-    now = {_tried(row) for row in found if row.kernel_hash == jit.kernel_hash()} - {None}
-    old = jit.equal_kernels()
-    return [row for row in found if row.kernel_hash not in old or _tried(row) not in now]
+    now = {_tried(row) for row in found if row.kernel_hash == jit.kernel_hash()}
+    return [row for row in found if not (is_older(row) and _tried(row) in now)]
 
 
-def _tried(row: Row) -> tuple[Any, ...] | None:
-    """What a row of our kernel is of; None for a baseline, which has no version."""
-    if row.config.method not in OWN_KERNEL:
-        return None
+def _tried(row: Row) -> tuple[Any, ...]:
     return row.problem, row.config, row.measurement.phase
 
 

@@ -89,23 +89,25 @@ def parts_of(gpu: Works, clock: float, pace_us: float, machine: MachineModel) ->
     """CTAs that have no tile of the last wave of `up` begin with `down`: they load what they can
     while they wait for Y1, from the same memory."""
     (up, up_peers), (down, down_peers) = gpu
-    second = _part(down, down_peers, clock, pace_us, machine)
+    of_up, of_down = (machine.tile_time(w, clock) if w.tiles else _NO_TIME for w in (up, down))
     idle, beside = min(-up.tiles % up.ctas, down.tiles), 0.0
     if idle and up.tiles:
-        hbm_us = second.time.memory.hbm_us - second.time.memory_ahead.hbm_us
-        beside = idle * hbm_us / machine.tile_time(up, clock).memory.hbm_us
-    return _part(up, up_peers, clock, pace_us, machine, beside), second
+        hbm_us = of_down.memory.hbm_us - of_down.memory_ahead.hbm_us
+        beside = idle * hbm_us / of_up.memory.hbm_us
+    return (
+        _part(up, of_up, up_peers, pace_us, machine, beside),
+        _part(down, of_down, down_peers, pace_us, machine, 0.0),
+    )
 
 
 def _part(
     work: Work,
+    time: TileTime,
     peers: float,
-    clock: float,
     pace_us: float,
     machine: MachineModel,
-    beside: float = 0.0,
+    beside: float,
 ) -> Part:
-    time = machine.tile_time(work, clock) if work.tiles else _NO_TIME
     tile_us = time.us(work.active + beside * (work.tiles < work.ctas))
     late_us = pace_delay_us(work.tile, pace_us, 1.0) if peers else 0.0
     return Part(

@@ -20,8 +20,7 @@ from ctatune import latency, records, space
 from ctatune.baseline_latency import modelled
 from ctatune.computed import rank
 from ctatune.config import OWN_KERNEL, AnyConfig, Baseline, Config
-from ctatune.jit import kernel_hash
-from ctatune.known import of_this_kernel
+from ctatune.known import is_older, of_this_kernel
 from ctatune.machine_model import MachineModel
 from ctatune.problem import Problem
 from ctatune.proposals import Proposals
@@ -104,7 +103,8 @@ class Hardware:
             row
             for row in sorted(rows, key=lambda row: row.age)
             if row.run.platform == self._worker.platform
-            and (row.config.method not in OWN_KERNEL or _counts(row))
+            and (row.config.method not in OWN_KERNEL or of_this_kernel(row))
+            and (row.good or not is_older(row))  # what an older kernel failed at is tried again
         ]
 
     def trial(self, config: AnyConfig) -> tuple[float | None, str]:
@@ -132,12 +132,6 @@ class Hardware:
             measured = replace(measured, outcome="wrong", detail=detail)
         self._store.add_measurement(self._run_id, self._problem, config, measured)
         return measured
-
-
-def _counts(row: Row) -> bool:
-    """Whether a row of our kernel says what the present version does: what an older one failed at
-    is tried again."""
-    return of_this_kernel(row) if row.good else row.kernel_hash == kernel_hash()
 
 
 class Simulated:

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from rank_rig import share_a_gpu
 
 import ctatune
-from ctatune import shared
 from ctatune.arrays import GpuArray
-from ctatune.gpus import Arena, Gpus
+from ctatune.gpus import Arena
 from ctatune.problem import BF16_BYTES, Problem
 from ctatune.records import RELATIVE_LIMIT, WORST_LIMIT
 from ctatune.verify import Reference
@@ -117,8 +117,8 @@ class Rig:
 
 @contextmanager
 def rigged(bench: Any, sizes: tuple[int, int, int]) -> Iterator[Rig]:
-    if bench.gpus.ranks > 1 and range(2) not in shared._made:
-        shared._made[range(2)] = shared.Shared(Gpus(2, ranks=bench.gpus.ranks))
+    if bench.gpus.ranks > 1:
+        share_a_gpu(bench.gpus.ranks)
     with bench.gpus.arena() as arena:
         rig = Rig(bench, arena, sizes)
         with rig.mlp:

@@ -56,6 +56,12 @@ def choice(axis: str) -> ctatune.Choice | None:
     return replace(ctatune.best(f"64x{K}x{H}x{N}", gpus=2), config=config)
 
 
+def share_a_gpu(ranks: int) -> None:
+    """Let an Mlp of two GPUs in this process find ranks that share one."""
+    if range(2) not in shared._made:
+        shared._made[range(2)] = shared.Shared(Gpus(2, ranks=ranks))
+
+
 class Host:
     """An Mlp with X and Y2 on the first GPU of its process, one pair for each number of tokens."""
 
@@ -166,7 +172,7 @@ def one_process(job: str, axis: str, numbers: Sequence[int]) -> Digests:
 
     kept = placement.SCHEDULES
     if SHARED:
-        shared._made.setdefault(range(2), shared.Shared(Gpus(2, ranks=2)))
+        share_a_gpu(2)
     try:
         with warnings.catch_warnings(), ctatune.Mlp(*weights(), choice(axis), gpus=2) as mlp:
             warnings.simplefilter("ignore")
