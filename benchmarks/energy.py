@@ -14,7 +14,7 @@ from ctatune.contestants import Contestants
 from ctatune.limits import why_invalid
 from ctatune.measure import Bench
 from ctatune.problem import Problem
-from ctatune.records import PROTOCOL
+from ctatune.records import SCREENING
 from ctatune.space import FAMILIES
 from ctatune.telemetry import Telemetry
 from ctatune.timing import Timer
@@ -32,7 +32,7 @@ def contestants(problem: Problem) -> list[AnyConfig]:
 def main() -> None:
     bench = Bench(1)
     telemetry: Telemetry = bench._telemetry  # it holds the lock of the GPU
-    print(bench.platform(), f"protocol {PROTOCOL}", sep="\n")
+    print(bench.platform(), f"protocol {SCREENING}", sep="\n")
     for shape in sys.argv[1:]:
         problem = Problem.of(shape)
         for config in contestants(problem):

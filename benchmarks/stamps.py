@@ -17,7 +17,7 @@ from ctatune.launch import PlacedSchedule
 from ctatune.measure import Bench
 from ctatune.operands import Inputs, place
 from ctatune.problem import Problem
-from ctatune.records import PROTOCOL
+from ctatune.records import SCREENING
 from ctatune.schedule import DOWN, NOTHING, build
 from ctatune.space import default_config
 from ctatune.timing import Timer
@@ -40,7 +40,7 @@ def main() -> None:
     changes = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
     config = replace(default_config(problem), **changes)
     bench = Bench(problem.gpus)
-    print(bench.platform(), f"protocol {PROTOCOL}", config, sep="\n")
+    print(bench.platform(), f"protocol {SCREENING}", config, sep="\n")
     with bench.gpus.arena() as arena:
         schedule = build(problem, config)
         sets = place(Inputs(bench.gpus, arena, problem, 1), schedule, 2)

@@ -16,7 +16,7 @@ import torch
 from ctatune.config import Baseline
 from ctatune.measure import SCREEN_ROUNDS, Bench
 from ctatune.problem import Problem
-from ctatune.records import PROTOCOL
+from ctatune.records import SCREENING
 from ctatune.stats import median_interval
 from ctatune.timing import Timer
 
@@ -60,7 +60,7 @@ def torch_tp(bench: Bench, problem: Problem) -> tuple[float, float, float]:
 
 def main() -> None:
     bench = Bench(2)
-    print(bench.platform(), f"protocol {PROTOCOL}", f"torch {torch.__version__}", sep="\n")
+    print(bench.platform(), f"protocol {SCREENING}", f"torch {torch.__version__}", sep="\n")
     for text in sys.argv[1:]:
         problem = Problem.of(text, gpus=2)
         measured = bench.trial(problem, Baseline(method="tp"), 1)

@@ -13,7 +13,7 @@ from ctatune.errors import NoAnswer, UsageError
 from ctatune.known import (
     alike,
     differences,
-    is_older,
+    how_old,
     of_weights,
     platform_of,
     user_rows,
@@ -137,8 +137,8 @@ def _measured(
     notes = ["screened, not raced"] if phase == "screen" else []
     if won.platform.name != wanted["platform"]:
         notes.append(f"measured on {won.platform.name}, whose GPU is the same")
-    if is_older(won):
-        notes.append("measured with an older version of our kernel")
+    if old := how_old([won]):
+        notes.append(f"measured with {old}")
     if no_kernel:
         notes.append(no_kernel)
     elif tied:

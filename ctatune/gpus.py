@@ -189,6 +189,19 @@ class Gpus:
         config = LaunchConfig(grid=grid, block=block)
         launch(self.streams[gpu], config, self._support[name], *args)
 
+    def ready(self, name: str, gpu: int, *args: Any) -> Callable[[], None]:
+        """A launch of one warp of `support` whose arguments, ctypes values, never change: it takes
+        the host a third of the time."""
+        function, stream = self.function(name), self.streams[gpu].handle
+        array = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, args))
+        where = ctypes.addressof(array) if args else 0
+
+        def enqueue(_kept: Any = (args, array)) -> None:
+            self.use(gpu)
+            check(driver.cuLaunchKernel(function, 1, 1, 1, 32, 1, 1, 0, stream, where, 0))
+
+        return enqueue
+
     def function(self, name: str) -> Any:
         """A kernel of `kernels/support.cu` as the driver takes it."""
         return driver.CUfunction(int(self._support[name].handle))

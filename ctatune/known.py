@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from ctatune.config import OWN_KERNEL
 from ctatune.errors import UsageError
 from ctatune.machine_model import DEFAULT_PLATFORM, load
 from ctatune.problem import Problem
-from ctatune.records import PROTOCOL, Platform, Regime
+from ctatune.records import OLDER_RACING, RACING, Platform, Regime, protocol_of
 from ctatune.rows import PredictionRow, Row
 from ctatune.seed import shipped, shipped_shapes
 from ctatune.store import Store, default_path
@@ -86,37 +86,58 @@ def user_rows(path: Path, problem: Problem) -> UserRows:
 def wanted_of(problem: Problem, platform: dict[str, Any]) -> dict[str, Any]:
     """What must be equal in a row that answers for the problem, by the name of the column."""
     asked = {name: getattr(problem, name) for name in ("gpus", "dtype", "activation", "output")}
-    now = {"regime": str(Regime()), "protocol": PROTOCOL, "kernel_hash": jit.kernel_hash()}
+    now = {"regime": str(Regime()), "protocol": RACING, "kernel_hash": jit.kernel_hash()}
     return platform | asked | now
 
 
 def differences(row: Row, wanted: dict[str, Any]) -> list[str]:
     """What keeps a row from answering. Links, which name platforms too, mean nothing to one GPU."""
-    have = wanted_of(row.problem, identity(row.platform))
-    have |= {"regime": str(row.measurement.regime), "protocol": row.protocol}
+    now = wanted | {"protocol": protocol_of(row.measurement.phase)}
+    have = wanted_of(row.problem, identity(row.platform)) | {"protocol": now["protocol"]}
+    have["regime"] = str(row.measurement.regime)
+    if not (row.of_this_protocol or _is_older_race(row)):
+        have["protocol"] = row.protocol
     built = row.kernel_hash or row.measurement.outcome == "ok"  # else a failure of any version
     if row.config.method in OWN_KERNEL and built and not of_this_kernel(row):
         have["kernel_hash"] = row.kernel_hash
     linked = wanted["gpus"] > 1 or have["gpu"] != wanted.get("gpu")
-    unequal = [n for n in wanted if have[n] != wanted[n] and (linked or n not in LINK_COLUMNS)]
-    return [f"{name} differs (row {have[name]}, now {wanted[name]})" for name in unequal]
+    unequal = [n for n in wanted if have[n] != now[n] and (linked or n not in LINK_COLUMNS)]
+    return [f"{name} differs (row {have[name]}, now {now[name]})" for name in unequal]
 
 
 def of_this_kernel(row: Row) -> bool:
     """Whether a row of our kernel is of the present version, or of an older one that counts."""
-    return row.kernel_hash == jit.kernel_hash() or is_older(row)
+    return row.kernel_hash == jit.kernel_hash() or _is_older_kernel(row)
 
 
 def is_older(row: Row) -> bool:
-    """Whether a row is of our kernel in one of the versions `jit.equal_kernels`."""
+    """Whether a row is of our kernel in one of the versions `jit.equal_kernels`, or of a race by a
+    protocol that still counts."""
+    return _is_older_kernel(row) or _is_older_race(row)
+
+
+def _is_older_kernel(row: Row) -> bool:
     return row.config.method in OWN_KERNEL and row.kernel_hash in jit.equal_kernels()
 
 
+def _is_older_race(row: Row) -> bool:
+    return row.measurement.phase != "screen" and row.protocol in OLDER_RACING
+
+
+def how_old(rows: Iterable[Row]) -> str:
+    """By what rows were measured that are not of the present kernel and protocol, or nothing."""
+    rows = list(rows)
+    kernel = "an older version of our kernel" if any(map(_is_older_kernel, rows)) else ""
+    protocols = sorted({row.protocol for row in rows if _is_older_race(row)})
+    return " and ".join(filter(None, [kernel, *(f"protocol {number}" for number in protocols)]))
+
+
 def alike(rows: Sequence[Row], wanted: dict[str, Any]) -> list[Row]:
-    """The rows of the identity that is wanted. What an older version of our kernel did with a
-    config counts, good or bad, until the present one did the same: screened it, or raced."""
+    """The rows of the identity that is wanted. What an older version of our kernel or of the
+    protocol did with a config counts, good or bad, until the present one did the same: screened it,
+    or raced."""
     found = [row for row in rows if not differences(row, wanted)]
-    now = {_tried(row) for row in found if row.kernel_hash == jit.kernel_hash()}
+    now = {_tried(row) for row in found if not is_older(row)}
     return [row for row in found if not (is_older(row) and _tried(row) in now)]
 
 

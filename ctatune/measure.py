@@ -6,7 +6,6 @@ Runs in the process that owns the GPUs (`worker.py` starts it as a child of a se
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -21,16 +20,13 @@ from ctatune.jit import CompileError
 from ctatune.limits import why_invalid
 from ctatune.problem import Problem
 from ctatune.records import Measurement, Outcome, Phase, Platform, Verification
-from ctatune.stats import APART, median_interval
+from ctatune.rounds import MIN_ROUNDS, NEXT_LOAD_SECONDS, Load, Race
+from ctatune.stats import median_interval
 from ctatune.telemetry import Telemetry
-from ctatune.timing import LOAD_SECONDS, Chain, Timer
+from ctatune.timing import Chain, Timer
 from ctatune.verify import Prover, Reference
 
 SCREEN_ROUNDS = 5
-MIN_ROUNDS, MAX_ROUNDS, FINAL_SECONDS = 12, 60, 12.0
-TIE = 0.005  # half-width of the interval of the log-ratio at which two methods are told apart
-NEXT_LOAD_SECONDS = 0.3  # of load where another method has just loaded the GPUs
-RELOAD_SECONDS = 0.1  # of load before each round of a final, so that clocks stay settled
 
 
 class Bench:
@@ -131,58 +127,18 @@ class Bench:
             if field:
                 before = self._telemetry.read()
                 timer = Timer(self.gpus, arena)
-                loads = {i: _Load(timer, self._telemetry, c) for i, (c, _) in field.items()}
-                rounds, lost = self._race(timer, loads, seed)
+                loads = {i: Load(timer, self._telemetry, c) for i, (c, _) in field.items()}
+                race = Race(loads, self._telemetry, seed)
+                race.run()
                 state = self._telemetry.state(before, self._telemetry.read())
                 for i, (contestant, proof) in field.items():
                     own = state | loads[i].state()
                     results[i] = (
-                        Measurement(outcome="timeout", phase="final", detail=lost[i])
-                        if i in lost
-                        else _timed(contestant, proof, "final", rounds[i], own)
+                        Measurement(outcome="timeout", phase="final", detail=race.lost[i])
+                        if i in race.lost
+                        else _timed(contestant, proof, "final", race.rounds[i], own)
                     )
         return [results[i] for i in range(len(configs))]
-
-    def _race(
-        self, timer: Timer, field: dict[int, _Load], seed: int
-    ) -> tuple[dict[int, list[Chain]], dict[int, str]]:
-        """Rounds of all in random order, until all are told from the best, or late; and who is
-        lost on the way, with the reason.
-
-        A method of many launches keeps the GPUs less busy under load than one of a single launch,
-        and would find them cooler: all load for the part of the time that the slowest host manages.
-        A round in which a GPU was slowed down or shared does not count.
-        """
-        order = np.random.default_rng(seed)
-        rounds: dict[int, list[Chain]] = {i: [] for i in field}
-        lost: dict[int, str] = {}
-
-        def turn(i: int, seconds: float, duty: float) -> Chain | None:
-            try:
-                field[i].run(seconds, duty)
-                return timer.chain(field[i].call, field[i].calls)
-            except PipelineTimeoutError as error:  # its flags are of no use any more
-                lost[i] = str(error)
-                return None
-
-        for place, i in enumerate(field):
-            turn(i, NEXT_LOAD_SECONDS if place else LOAD_SECONDS, 1.0)
-        duty = min((load.duty for i, load in field.items() if i not in lost), default=1.0)
-        end = time.monotonic() + FINAL_SECONDS
-        for _ in range(MAX_ROUNDS):
-            here = [i for i in field if i not in lost]
-            chains = {i: turn(i, RELOAD_SECONDS, duty) for i in order.permutation(here)}
-            if self._telemetry.marks(self._telemetry.read()):
-                continue
-            for i, chain in chains.items():
-                if chain is not None:
-                    rounds[i].append(chain)
-            kept = {i: rounds[i] for i in here if i not in lost}
-            if min(map(len, kept.values()), default=MIN_ROUNDS) < MIN_ROUNDS:
-                continue
-            if time.monotonic() > end or _told_apart(kept):
-                break
-        return rounds, lost
 
     def proves(self, problem: Problem, config: Config, *, skip_wait: bool = False) -> bool:
         """Whether a config verifies, one call at a time and in flight.
@@ -194,49 +150,6 @@ class Bench:
             contestant = self._contestants.prepare(arena, problem, config, 1, skip_wait=skip_wait)
             prover = Prover(self.gpus, arena, reference, contestant)
             return prover.prove().passed and prover.prove_in_flight().passed
-
-
-class _Load:
-    """Loads the GPUs with one contestant of a race, and counts what a call of it takes."""
-
-    def __init__(self, timer: Timer, telemetry: Telemetry, contestant: Contestant) -> None:
-        self._timer, self._telemetry = timer, telemetry
-        self.call = contestant.call
-        self.calls = timer.calls_for(contestant.call, contestant.launches)
-        self._made, self._energy_j, self.duty = 0, 0.0, 0.0
-
-    def run(self, seconds: float, duty: float = 1.0) -> float:
-        """Load for `seconds`; streams are idle before and after. Returns the duty reached."""
-        before = self._telemetry.energy_j()
-        loaded = self._timer.load(self.call, self.calls, seconds, duty=duty)
-        self._made, self.duty = self._made + loaded.calls, loaded.duty
-        after = self._telemetry.energy_j()
-        if before is None or after is None:
-            self._energy_j = math.nan
-        else:
-            self._energy_j += after - before
-        return loaded.duty
-
-    def state(self) -> dict[str, object]:
-        """`duty` under load, and `energy_j`: joules a call of all GPUs held, pauses included;
-        nothing where NVML does not count them.
-        """
-        if not self._made or math.isnan(self._energy_j):
-            return {"duty": self.duty}
-        return {"duty": self.duty, "energy_j": self._energy_j / self._made}
-
-
-def _told_apart(rounds: dict[int, list[Chain]]) -> bool:
-    """Whether each contestant is clearly slower than the best one, or as good as equal to it."""
-    if not rounds:
-        return True
-    times = {i: np.log([chain.latency_us for chain in chains]) for i, chains in rounds.items()}
-    best = min(times, key=lambda i: float(np.median(times[i])))
-    for i, values in times.items():
-        _, low, high = median_interval(values - times[best])
-        if i != best and low < APART and (high - low) / 2 > TIE:
-            return False
-    return True
 
 
 def _timed(

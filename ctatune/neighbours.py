@@ -14,7 +14,7 @@ from ctatune import race
 from ctatune.baseline_latency import modelled, plain
 from ctatune.computed import Computed, fastest, of_baselines, outside
 from ctatune.config import AnyConfig, Config
-from ctatune.known import is_older
+from ctatune.known import how_old
 from ctatune.latency import estimate, predicted
 from ctatune.limits import why_invalid
 from ctatune.machine_model import MachineModel
@@ -58,15 +58,15 @@ def decide(
     if best is None:
         return None
     races_of = " and ".join(map(str, tokens))
-    older = any(is_older(row) for found in races.values() for row in found)
-    which = " of an older version of our kernel" if older else ""
+    old = how_old(row for found in races.values() for row in found)
     return Computed(
         config=best,
         prediction=corrected[best],
         source="neighbour",
         baselines=of_baselines(corrected),
         notes=[
-            f"the estimate, corrected by the races of {races_of} tokens{which}",
+            f"the estimate, corrected by the races of {races_of} tokens"
+            + f" with {old}" * bool(old),
             *outside(problem, machine),
         ],
     )

@@ -13,7 +13,7 @@ from ctatune.errors import UsageError
 from ctatune.fit import Point
 from ctatune.jit import equal_kernels, kernel_hash
 from ctatune.machine_model import MachineModel, document, load, model_of
-from ctatune.records import PROTOCOL, Platform, Regime
+from ctatune.records import SCREENING, Platform, Regime
 from ctatune.rows import Row
 from ctatune.seed import shipped_rows
 from ctatune.store import Store, default_path
@@ -54,7 +54,7 @@ def refit(db: Path | None, platform: str | None, out: Path | None) -> Refit:
     regrets = accuracy.regrets(held, machine)
     shapes = sorted({point.problem.shape for point in held})
     after["fit"] = {
-        "protocol": PROTOCOL,
+        "protocol": SCREENING,
         "kernels": [kernel_hash(), *sorted(equal_kernels())],
         "sha256_of_points": accuracy.fingerprint(points),
         "points": len(train),

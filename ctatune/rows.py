@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ctatune.config import AnyConfig, parse_config
 from ctatune.problem import Problem
-from ctatune.records import Measurement, Platform, Prediction
+from ctatune.records import Measurement, Platform, Prediction, protocol_of
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +67,11 @@ class Row:
         """Whether it holds latencies of a verified run of outcome ok."""
         proof = self.measurement.verification
         return self.measurement.timed and proof is not None and proof.passed
+
+    @property
+    def of_this_protocol(self) -> bool:
+        """Whether it was measured as such rows are now."""
+        return self.protocol == protocol_of(self.measurement.phase)
 
     @property
     def is_final_of_ours(self) -> bool:

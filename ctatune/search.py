@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ctatune import latency, records, space
+from ctatune import latency, space
 from ctatune.baseline_latency import modelled
 from ctatune.computed import rank
 from ctatune.config import OWN_KERNEL, AnyConfig, Baseline, Config
@@ -96,13 +96,12 @@ class Hardware:
 
     def _rows(self) -> list[Row]:
         """The rows of this machine, problem and kernel, the oldest first."""
-        rows = self._store.measurements(
-            self._problem, self._worker.platform.name, protocol=records.PROTOCOL
-        )
+        rows = self._store.measurements(self._problem, self._worker.platform.name)
         return [
             row
             for row in sorted(rows, key=lambda row: row.age)
             if row.run.platform == self._worker.platform
+            and row.of_this_protocol
             and (row.config.method not in OWN_KERNEL or of_this_kernel(row))
             and (row.good or not is_older(row))  # what an older kernel failed at is tried again
         ]

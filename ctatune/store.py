@@ -18,7 +18,7 @@ from ctatune import rows as rowforms
 from ctatune.config import AnyConfig, digest
 from ctatune.errors import StoreError
 from ctatune.problem import Problem
-from ctatune.records import PROTOCOL, Measurement, Platform, Prediction
+from ctatune.records import Measurement, Platform, Prediction, protocol_of
 from ctatune.rooms import room
 from ctatune.rows import PredictionRow, Row, Run
 
@@ -156,7 +156,8 @@ class Store(AbstractContextManager["Store"]):
         with self.transaction():
             next_trial = "SELECT coalesce(max(trial), 0) + 1 FROM measurement WHERE run_id = ?"
             trial = self._db.execute(next_trial, [run_id]).fetchone()[0]
-            place = {"run_id": run_id, "trial": trial, "utc": _now(), "protocol": PROTOCOL}
+            place: dict[str, Any] = {"run_id": run_id, "trial": trial, "utc": _now()}
+            place["protocol"] = protocol_of(measurement.phase)
             return self._insert_measurement(place, problem, config, measurement)
 
     def add_row(self, row: Row) -> bool:

@@ -1,10 +1,15 @@
-"""Times chains of dependent calls: gate, device-side barrier between calls, floor subtracted."""
+"""Times chains of dependent calls: device-side barrier between calls, floor subtracted.
+
+A chain is enqueued before it begins: behind the chain before it (`Timer.steady`) or behind a closed
+gate (`Timer.chain`), where GPUs rest and then run faster than under load for tens of milliseconds.
+"""
 
 # cuda-python ships no type stubs.
 # pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +40,15 @@ class Chain:
 
     latency_us: float
     floor_us: float
+    closed_s: float = 0.0  # how long its gate held the GPUs
+
+
+class Steady(NamedTuple):
+    """Calls made without a pause, and what the last chain of them took with its floor: None where
+    the host fell behind."""
+
+    calls: int
+    total_us: float | None
 
 
 class Loaded(NamedTuple):
@@ -53,32 +67,57 @@ class Timer:
         self._state = [arena.zeros(gpu, 2 * LINE_BYTES) for gpu in everyone]
         self._error = [arena.zeros(gpu, ERROR.itemsize) for gpu in everyone]
         counters = np.array(self._state, dtype=np.uint64)
-        self._peers = [arena.upload(gpu, counters) for gpu in everyone]
+        peers = [arena.upload(gpu, counters) for gpu in everyone]
+        self._meet = [
+            gpus.ready(
+                "barrier",
+                gpu,
+                *(ctypes.c_uint64(peers[gpu]), ctypes.c_int32(len(gpus))),
+                *(ctypes.c_uint64(self._state[gpu]), ctypes.c_uint64(self._error[gpu])),
+                ctypes.c_int64(POLL_TIMEOUT_NS),
+            )
+            for gpu in everyone
+        ]
+        self._empty = [gpus.ready("nothing", gpu) for gpu in everyone]
         gpus.use(0)
         timed = EventOptions(timing_enabled=True)
         self._start, self._end = (gpus.devices[0].create_event(timed) for _ in range(2))
 
     def _barrier(self) -> None:
-        count = np.int32(len(self._gpus))
-        for gpu, state in enumerate(self._state):
-            args = (self._peers[gpu], count, state, self._error[gpu], np.int64(POLL_TIMEOUT_NS))
-            self._gpus.support("barrier", gpu, 1, 32, *args)
+        for meet in self._meet:
+            meet()
 
     def _nothing(self, _: int) -> None:
-        for gpu in range(len(self._gpus)):
-            self._gpus.support("nothing", gpu, 1, 32)
+        for launch in self._empty:
+            launch()
 
     def chain_us(self, call: Call, calls: int, *, dependent: bool = True) -> float:
         """Time of `calls` calls in microseconds, from the gate to the last barrier."""
+        return self._gated(call, calls, dependent=dependent)[0]
+
+    def _gated(
+        self, call: Call, calls: int, *, dependent: bool = True, closed_s: float = 0.0
+    ) -> tuple[float, float]:
+        """`chain_us` behind a gate that is closed for `closed_s` at least, and how long it was."""
         with self._gpus.gated():
+            closed = time.monotonic()
             self._record(self._start)
-            for i in range(calls):
-                call(i)
-                if dependent:
-                    self._barrier()
-            if not dependent:
-                self._barrier()
+            self._enqueue(call, calls, dependent=dependent)
             self._record(self._end)
+            time.sleep(max(0.0, closed + closed_s - time.monotonic()))
+            closed_s = time.monotonic() - closed
+        return self._timed_us(), closed_s
+
+    def _enqueue(self, call: Call, calls: int, *, dependent: bool = True) -> None:
+        for i in range(calls):
+            call(i)
+            if dependent:
+                self._barrier()
+        if not dependent:
+            self._barrier()
+
+    def _timed_us(self) -> float:
+        """Time between the two events, when all is done."""
         self._gpus.sync()
         for gpu, error in enumerate(self._error):
             raise_poll_error(self._gpus, gpu, error)
@@ -93,11 +132,35 @@ class Timer:
         one = self.chain_us(call, MIN_CALLS) / MIN_CALLS
         return int(min(QUEUE // launches, max(MIN_CALLS, CHAIN_US / one)))
 
-    def chain(self, call: Call, calls: int) -> Chain:
-        """One round: a chain of calls, right after it the same chain of empty calls."""
-        total = self.chain_us(call, calls)
-        floor = self.chain_us(self._nothing, calls)
-        return Chain(latency_us=(total - floor) / calls, floor_us=floor / calls)
+    def chain(self, call: Call, calls: int, *, closed_s: float = 0.0) -> Chain:
+        """One round: a gated chain of calls, right after it the same chain of empty calls. The gate
+        is closed for `closed_s` at least."""
+        total_us, closed_s = self._gated(call, calls, closed_s=closed_s)
+        return self.round(total_us, calls, closed_s)
+
+    def round(self, total_us: float, calls: int, closed_s: float = 0.0) -> Chain:
+        """What a chain says that took so long: its floor is measured now."""
+        floor_us = self.chain_us(self._nothing, calls)
+        return Chain((total_us - floor_us) / calls, floor_us / calls, closed_s)
+
+    def steady(self, call: Call, calls: int, seconds: float) -> Steady:
+        """Chains without a gate for `seconds`, each enqueued while the one before it runs, of which
+        the last is timed. Begins and ends with idle streams.
+
+        Where two chains overfill a stream the host waits for the GPUs, which have what they need.
+        """
+        made, ahead, running, end = 0, False, None, time.monotonic() + seconds
+        while made < 2 * calls or time.monotonic() < end:
+            self._record(self._start)
+            self._enqueue(call, calls)
+            ahead = not self._start.is_done
+            self._record(self._end)
+            before, running = running, self._marks()
+            for mark in before or ():
+                mark.sync()
+            made += calls
+        total_us = self._timed_us()
+        return Steady(made, total_us if ahead else None)
 
     def single_shot_us(self, call: Call) -> float:
         """One gated call and the join of all GPUs, floor included: median of five."""

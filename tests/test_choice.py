@@ -17,13 +17,13 @@ from test_seed import BUILD, CONFIG, GOOD, PROBLEM, PROOF, begin
 
 import ctatune.choice
 import ctatune.seed
-from ctatune import jit, known, latency, limits, machine_model, space
+from ctatune import jit, known, latency, limits, machine_model, records, space
 from ctatune.baseline_latency import modelled
 from ctatune.choice import Choice
 from ctatune.config import AnyConfig, Baseline, parse_config
 from ctatune.errors import NoAnswer, StoreError, UsageError
 from ctatune.problem import Problem
-from ctatune.records import PROTOCOL, Measurement, Prediction, Regime
+from ctatune.records import RACING, SCREENING, Measurement, Prediction, Regime
 from ctatune.seed import export_lines, forget_shipped
 from ctatune.simulate import SIMULATOR
 from ctatune.store import Store
@@ -338,9 +338,25 @@ def test_what_else_moves_a_latency_is_part_of_the_platform(db, column, value):
 
 def test_a_row_of_another_protocol_or_shape_is_a_miss(db, monkeypatch):
     run(db, (CONFIG, measured()))
-    monkeypatch.setattr(known, "PROTOCOL", PROTOCOL + 1)
-    assert f"protocol differs (row {PROTOCOL}, now {PROTOCOL + 1})" in best().note
+    monkeypatch.setattr(records, "SCREENING", SCREENING + 1)
+    assert f"protocol differs (row {SCREENING}, now {SCREENING + 1})" in best().note
     assert best("513x1024x2048").note.startswith("this shape is not measured")
+
+
+def test_races_of_the_protocol_before_count_until_there_is_one_of_this(db, monkeypatch):
+    tp = Baseline(method="tp")
+    with monkeypatch.context() as before:
+        before.setattr(records, "RACING", RACING - 1)
+        run(db, (CONFIG, final(50.0)), (OTHER, final(55.0)), (tp, single(70.0, phase="final")))
+    assert (best().config, best().note) == (CONFIG, f"measured with protocol {RACING - 1}")
+    run(db, (CONFIG, measured(53.0)), (OTHER, measured(52.0)))
+    assert (best().config, best().latency_us) == (CONFIG, 50.0)
+    run(db, (OTHER, final(56.0)), (tp, single(75.0, phase="final")))
+    assert (best().config, best().baselines, best().note) == (OTHER, {"tp": 75.0}, "")
+    with monkeypatch.context() as before:
+        before.setattr(records, "RACING", 2)  # does not count
+        run(db, (CONFIG, final(1.0)))
+    assert best().latency_us == 56.0
 
 
 def test_the_users_rows_win_over_the_shipped_ones(db, monkeypatch):

@@ -18,7 +18,7 @@ from ctatune.fit import Point, is_held_out
 from ctatune.latency import estimate
 from ctatune.machine_model import DEFAULT_PLATFORM, document, load, model_of
 from ctatune.problem import Problem
-from ctatune.records import PROTOCOL
+from ctatune.records import SCREENING
 from ctatune.refit import refit
 from ctatune.seed import shipped_rows
 from ctatune.space import default_config, default_pipeline
@@ -91,7 +91,7 @@ def test_points_are_the_newest_screenings_of_today():
     variants = [
         row.measurement.latency_us
         for row in screened
-        if row.protocol == PROTOCOL and row.measurement.phase == "screen"
+        if row.protocol == SCREENING and row.measurement.phase == "screen"
     ]
     assert Point(problem, single, min(us for us in variants if us)) in points
     assert not fit.points(replace(row, protocol=0) for row in ROWS)

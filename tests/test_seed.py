@@ -18,7 +18,7 @@ import ctatune.seed
 from ctatune.config import AnyConfig, Baseline, Config, Tile
 from ctatune.problem import OUTPUTS, Problem
 from ctatune.records import (
-    PROTOCOL,
+    SCREENING,
     KernelBuild,
     Measurement,
     Outcome,
@@ -27,6 +27,7 @@ from ctatune.records import (
     Prediction,
     Regime,
     Verification,
+    protocol_of,
 )
 from ctatune.rows import canonical_json, warn_once
 from ctatune.seed import (
@@ -135,7 +136,12 @@ def test_a_measurement_comes_back_as_it_was(
     (row,) = shared.measurements(problem, platform.name, id=row_id)
     assert canonical_json(asdict(row.measurement)) == canonical_json(asdict(measured))
     assert (row.problem, row.config, row.platform) == (problem, config, platform)
-    assert (row.id, row.run_id, row.trial, row.protocol) == (row_id, run, 1, PROTOCOL)
+    assert (row.id, row.run_id, row.trial, row.protocol) == (
+        row_id,
+        run,
+        1,
+        protocol_of(measured.phase),
+    )
     assert row.kernel_hash == (measured.kernel.hash if measured.kernel else None)
     assert row.run.versions == {"ctatune": "1"}
 
@@ -182,7 +188,7 @@ def test_a_line_holds_the_whole_identity_and_no_prediction():
     assert line["measurement"]["kernel"] == asdict(BUILD)
     assert line["measurement"]["verification"] == asdict(PROOF)
     assert line["measurement"]["samples_us"] == list(GOOD.samples_us)
-    assert (line["problem"], line["protocol"]) == (asdict(PROBLEM), PROTOCOL)
+    assert (line["problem"], line["protocol"]) == (asdict(PROBLEM), SCREENING)
     assert "simulator" not in first + second
 
 

@@ -18,7 +18,7 @@ from test_seed import CONFIG, GOOD, PLATFORM, PROBLEM, begin
 import ctatune.store
 from ctatune.config import Baseline
 from ctatune.errors import StoreError
-from ctatune.records import PROTOCOL, Measurement, Prediction
+from ctatune.records import SCREENING, Measurement, Prediction
 from ctatune.rooms import room
 from ctatune.store import Store
 
@@ -49,7 +49,7 @@ def test_rows_are_selected_by_problem_platform_and_column():
         second = store.add_measurement(run, other, Baseline(), Measurement(outcome="timeout"))
         assert [row.id for row in store.measurements()] == [first, second]
         assert [row.id for row in store.measurements(PROBLEM)] == [first]
-        (row,) = store.measurements(outcome="timeout", protocol=PROTOCOL)
+        (row,) = store.measurements(outcome="timeout", protocol=SCREENING)
         assert row.id == second
         assert [row.trial for row in store.measurements(platform="box")] == [1, 2]
         assert store.measurements(platform="elsewhere") == []
