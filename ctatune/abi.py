@@ -134,16 +134,19 @@ class Argument:
         self.address = ctypes.addressof(self._pointers)
 
 
-def tensor_map(pointer: int, sizes: tuple[int, ...], box_rows: int) -> np.void:
+def tensor_map(
+    pointer: int, sizes: tuple[int, ...], box_rows: int, row_pitch: int | None = None
+) -> np.void:
     """A TMA descriptor for bf16 rows: 64-column boxes of `box_rows` rows in the 128-byte swizzle.
 
-    `sizes` is (planes?, rows, columns), outermost first, as in NumPy.
+    `sizes` is (planes?, rows, columns), outermost first, as in NumPy; rows are `row_pitch` elements
+    apart (None: dense).
     """
     inner_first = sizes[::-1]
-    strides, pitch = [], BF16_BYTES
-    for size in inner_first[:-1]:
-        pitch *= size
-        strides.append(driver.cuuint64_t(pitch))
+    strides, stride = [], BF16_BYTES
+    for size in (row_pitch or sizes[-1], *inner_first[1:-1]):
+        stride *= size
+        strides.append(driver.cuuint64_t(stride))
     boxes = [TILE_K, box_rows, 1][: len(sizes)]
     encoded = check(
         driver.cuTensorMapEncodeTiled(

@@ -15,7 +15,7 @@ from ctatune.graphs import Graphed
 from ctatune.methods import Libraries, Method
 from ctatune.microbatch import MicroBatch
 from ctatune.operands import Inputs, cold_sets
-from ctatune.problem import BF16_BYTES, Problem
+from ctatune.problem import BF16_BYTES, Problem, pitch
 from ctatune.reduce import TwoShotReduce
 from ctatune.schedule import Columns, split_columns
 from ctatune.timing import LAUNCHES, MIN_CALLS, QUEUE
@@ -82,7 +82,7 @@ class _RowSplit:
         self._rows = split_columns(problem.m, 1, [1 / count] * count)
         self.y2 = {gpu: inputs.y2(gpu) for gpu in range(count)}
         self._y1 = [
-            arena.alloc(gpu, max(1, rows.width) * problem.h * BF16_BYTES)
+            arena.alloc(gpu, max(1, rows.width) * pitch(problem.h) * BF16_BYTES)
             for gpu, rows in enumerate(self._rows)
         ]
         up, down = Columns(0, problem.h), Columns(0, problem.n)
@@ -101,12 +101,12 @@ class _RowSplit:
 
     def _products(self, run: _Product, which: int) -> None:
         """`run` both layers of every GPU that has rows."""
-        problem = self._problem
+        k, h, n, h_pitch = self._problem.k, self._problem.h, self._problem.n, pitch(self._problem.h)
         for gpu, (x, w_up, w_down) in enumerate(self._sets[which % self.sets]):
             if rows := self._rows[gpu].width:
                 y2 = self.y2[gpu] + self._offset(gpu)
-                run(gpu, x, w_up, self._y1[gpu], (rows, problem.h, problem.k))
-                run(gpu, self._y1[gpu], w_down, y2, (rows, problem.n, problem.h))
+                run(gpu, x, w_up, self._y1[gpu], Sizes(rows, h, k, y_pitch=h_pitch))
+                run(gpu, self._y1[gpu], w_down, y2, Sizes(rows, n, h, x_pitch=h_pitch))
 
     def _offset(self, gpu: int) -> int:
         return self._rows[gpu].start * self._problem.n * BF16_BYTES
@@ -152,7 +152,7 @@ class _TensorParallel:
         self._parts = split_columns(problem.h, 64, [1 / problem.gpus] * problem.gpus)
         self.y2 = {gpu: inputs.y2(gpu) for gpu in everyone}
         self._y1 = [
-            arena.alloc(g, problem.m * part.width * BF16_BYTES)
+            arena.alloc(g, problem.m * pitch(part.width) * BF16_BYTES)
             for g, part in enumerate(self._parts)
         ]
         widest = max(part.width for part in self._parts)
@@ -181,8 +181,9 @@ class _TensorParallel:
         m, k, n = self._problem.m, self._problem.k, self._problem.n
         for gpu, (x, w_up, w_down) in enumerate(self._sets[which % self.sets]):
             width = self._parts[gpu].width
-            run(gpu, x, w_up, self._y1[gpu], (m, width, k))
-            run(gpu, self._y1[gpu], w_down, self._partials[gpu], (m, n, width))
+            run(gpu, x, w_up, self._y1[gpu], Sizes(m, width, k, y_pitch=pitch(width)))
+            sums = Sizes(m, n, width, x_pitch=pitch(width))
+            run(gpu, self._y1[gpu], w_down, self._partials[gpu], sums)
 
     def call(self, which: int = 0) -> None:
         self._products(self._blas.gemm, which)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ctatune.errors import DeviceError
 from ctatune.gpus import Arena, Gpus
+from ctatune.problem import pitch
 
 _WORKSPACE_BYTES = 32 << 20  # what cuBLAS recommends on Hopper
 _BF16, _FP32 = 14, 0  # CUDA_R_16BF, CUDA_R_32F
@@ -27,7 +28,21 @@ _ALGORITHMS = 8
 _WARM_CALLS, _TIMED_CALLS = 3, 8
 _MAX_ALIGNMENT = 256  # bytes; what cuBLASLt assumes unless it is told otherwise
 
-Sizes = tuple[int, int, int]  # (m, n, k)
+
+class Sizes(NamedTuple):
+    """Of Y = X W^T: X is m x k, W n x k, Y m x n. Elements between the rows of X and of Y, 0 where
+    they are dense; those of W are `problem.pitch` apart."""
+
+    m: int
+    n: int
+    k: int
+    x_pitch: int = 0
+    y_pitch: int = 0
+
+    @property
+    def pitches(self) -> tuple[int, int, int]:
+        """Elements between rows of X, W and Y."""
+        return self.x_pitch or self.k, pitch(self.k), self.y_pitch or self.n
 
 
 class _Plan(NamedTuple):
@@ -94,7 +109,7 @@ class Cublas:
         self.gemm(gpu, x, w, y, sizes)
 
     def gemm(self, gpu: int, x: int, w: int, y: int, sizes: Sizes) -> None:
-        """Enqueue Y = X W^T; `sizes` is (m, n, k), X is m x k, W is n x k, Y is m x n.
+        """Enqueue Y = X W^T; see `Sizes`.
 
         `tune` must have seen such operands before.
         """
@@ -127,7 +142,8 @@ class Cublas:
         )
 
     def _gemm_ex(self, gpu: int, operands: tuple[int, int, int], sizes: Sizes) -> None:
-        (x, w, y), (m, n, k) = operands, sizes
+        (x, w, y), (m, n, k, *_) = operands, sizes
+        x_pitch, w_pitch, y_pitch = sizes.pitches
         c = self._cublas
         c.gemm_ex(
             self._handles[gpu],
@@ -135,10 +151,10 @@ class Cublas:
             c.Operation.N,
             *(n, m, k),
             self._one.ctypes.data,
-            *(w, _BF16, k),
-            *(x, _BF16, k),
+            *(w, _BF16, w_pitch),
+            *(x, _BF16, x_pitch),
             self._zero.ctypes.data,
-            *(y, _BF16, n),
+            *(y, _BF16, y_pitch),
             c.ComputeType.COMPUTE_32F,
             _DEFAULT_ALGORITHM,
         )
@@ -169,11 +185,12 @@ class Cublas:
 
     def _offers(self, gpu: int, sizes: Sizes, alignment: int) -> Sequence[_Plan]:
         """What the heuristic of cuBLASLt offers, and cublasGemmEx."""
-        m, n, k = sizes
+        m, n, k, *_ = sizes
+        x_pitch, w_pitch, y_pitch = sizes.pitches
         lt = self._lt
         w, x, y = (
-            lt.matrix_layout_create(_BF16, rows, columns, rows)
-            for rows, columns in ((k, n), (k, m), (n, m))
+            lt.matrix_layout_create(_BF16, *layout)
+            for layout in ((k, n, w_pitch), (k, m, x_pitch), (n, m, y_pitch))
         )
         result: Any = lt.matmul_heuristic_result_dtype
         found: NDArray[Any] = np.zeros(_ALGORITHMS, result)
@@ -224,4 +241,4 @@ def _alignment(*pointers: int) -> int:
 
 
 def _name(sizes: Sizes) -> str:
-    return "m {} n {} k {}".format(*sizes)
+    return f"m {sizes.m} n {sizes.n} k {sizes.k}"

@@ -9,6 +9,7 @@ import numpy as np
 from ctatune import abi
 from ctatune.abi import ERROR, PARAMS, Argument, Flags, tensor_map
 from ctatune.config import Config
+from ctatune.cublas import Sizes
 from ctatune.gpus import Arena, Gpus
 from ctatune.kernel import Kernel
 from ctatune.limits import TILE_K
@@ -21,7 +22,7 @@ class Gemm:
     To the kernel this is a machine of one GPU whose Y1 is X: in a segment of no tiles, so that it
     is complete from the start. `config` is valid for m rows; its `down` tile and order are used.
 
-    Shapes: x m x k, w n x k, y m x n.
+    Shapes: x m x k, w n x k, y m x n, with the pitches of `sizes`.
     """
 
     def __init__(
@@ -30,35 +31,34 @@ class Gemm:
         arena: Arena,
         gpu: int,
         config: Config,
-        m: int,
-        n: int,
-        k: int,
+        sizes: Sizes,
         sets: list[tuple[int, int, int]],
     ) -> None:
         self._gpus, self._gpu, self._config = gpus, gpu, config
-        self._sizes = (m, n, k)
+        self._sizes = sizes
         self._kernel = Kernel(gpus, config)
         self.build = self._kernel.build
-        self._panels = -(-m // config.up.m)
+        self._panels = -(-sizes.m // config.up.m)
         self._error = arena.zeros(gpu, ERROR.itemsize)
         self._flags = Flags.at(arena.zeros(gpu, Flags.nbytes(self._panels)), self._panels)
-        tiles = slots(raster(DOWN, m, Columns(0, n), config.down, 0, 0), config)
+        tiles = slots(raster(DOWN, sizes.m, Columns(0, sizes.n), config.down, 0, 0), config)
         self._tiles, self._tile_count = arena.upload(gpu, abi.packed(tiles)), len(tiles)
         self._arguments = [Argument(self._block(x, w, y)) for x, w, y in sets]
 
     def _block(self, x: int, w: int, y: int) -> Any:
-        (m, n, k), config = self._sizes, self._config
+        (m, n, k, *_), config = self._sizes, self._config
+        x_pitch, w_pitch, y_pitch = self._sizes.pitches
         tile = config.down
         p = np.zeros((), dtype=PARAMS)
         self._flags.write(p)
         p["error"] = self._error
         p["started_out"][0], p["peers"] = self._flags.started, 1
         p["tiles"], p["tile_count"] = self._tiles, self._tile_count
-        p["m"], p["h"], p["n"] = m, k, n
-        p["y1"] = tensor_map(x, (1, m, k), abi.in_box_rows(tile, m))
+        p["m"], p["h"], p["n"] = m, x_pitch, y_pitch
+        p["y1"] = tensor_map(x, (1, m, k), abi.in_box_rows(tile, m), x_pitch)
         p["y1_box_bytes"] = abi.box_bytes(abi.in_box_rows(tile, m))
-        p["w_down"] = tensor_map(w, (n, k), abi.weight_box_rows(tile, config))
-        p["y2_out"][0] = tensor_map(y, (m, n), abi.out_box_rows(tile, m))
+        p["w_down"] = tensor_map(w, (n, k), abi.weight_box_rows(tile, config), w_pitch)
+        p["y2_out"][0] = tensor_map(y, (m, n), abi.out_box_rows(tile, m), y_pitch)
         p["y2_to"][0] = y
         p["y2_outs"] = p["y2_own"] = 1
         p["panel_count"] = self._panels

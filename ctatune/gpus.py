@@ -216,10 +216,17 @@ class Gpus:
         check(driver.cuMemcpyAsync(to, source, nbytes, stream.handle))
 
     def copy_box(
-        self, gpu: int, to: int, source: int, box: tuple[int, int], pitch: int, *, on_host: bool
+        self,
+        gpu: int,
+        to: int,
+        source: int,
+        box: tuple[int, int],
+        pitches: tuple[int, int],
+        *,
+        on_host: bool,
     ) -> None:
-        """Enqueue a copy of `box` (rows, bytes of each) that lie `pitch` bytes apart, on the host
-        or on any GPU, to memory of `gpu`, where they lie one after the other."""
+        """Enqueue a copy of `box` (rows, bytes of each) on the host or on any GPU to memory of
+        `gpu`; `pitches` are the bytes from a row to the next there and here."""
         what = driver.CUDA_MEMCPY2D()
         types = driver.CUmemorytype
         if on_host:
@@ -228,7 +235,7 @@ class Gpus:
             what.srcMemoryType, what.srcDevice = types.CU_MEMORYTYPE_UNIFIED, source
         what.dstMemoryType, what.dstDevice = types.CU_MEMORYTYPE_DEVICE, to
         what.Height, what.WidthInBytes = box
-        what.srcPitch, what.dstPitch = pitch, box[1]
+        what.srcPitch, what.dstPitch = pitches
         self.use(gpu)
         check(driver.cuMemcpy2DAsync(what, self.streams[gpu].handle))
 

@@ -14,7 +14,7 @@ from ctatune.abi import ERROR, PARAMS, STAMPS, Argument, Flags, tensor_map
 from ctatune.gpus import LINE_BYTES, Arena, Gpus
 from ctatune.kernel import Kernel
 from ctatune.limits import TILE_K
-from ctatune.problem import BF16_BYTES, MAX_GPUS
+from ctatune.problem import BF16_BYTES, MAX_GPUS, pitch
 from ctatune.schedule import PARTIAL, UP, Schedule
 
 
@@ -24,7 +24,7 @@ class Operands:
     also where it belongs to another process).
 
     Shapes: x m x k, w_up (own columns of up) x k, w_down (own columns of down) x h, or where Y2 is
-    summed over GPUs n x (own columns of up), y2 m x n.
+    summed over GPUs n x (own columns of up), y2 m x n. Rows of weights are `problem.pitch` apart.
     """
 
     x: tuple[int, ...]
@@ -171,7 +171,7 @@ class PlacedSchedule:
         columns = self.schedule.columns
         if own := columns[UP][gpu].width:
             box = abi.weight_box_rows(config.up, config)
-            p["w_up"] = tensor_map(operands.w_up[gpu], (own, problem.k), box)
+            p["w_up"] = tensor_map(operands.w_up[gpu], (own, problem.k), box, pitch(problem.k))
             rows = abi.out_box_rows(config.up, m)
             for i, to in enumerate(_nearest(gpu, self._y1_gpus)):
                 p["y1_to"][i] = self._y1[to]
@@ -180,7 +180,7 @@ class PlacedSchedule:
         if held[0].width:
             box = abi.weight_box_rows(config.down, config)
             sizes = tuple(part.width for part in held)
-            p["w_down"] = tensor_map(operands.w_down[gpu], sizes, box)
+            p["w_down"] = tensor_map(operands.w_down[gpu], sizes, box, pitch(sizes[1]))
             p["w_down_column"] = held[1].start
             p["y1"] = tensor_map(self._y1[gpu], y1_sizes, abi.in_box_rows(config.down, m))
         if self.schedule.reduces:

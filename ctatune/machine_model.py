@@ -133,12 +133,11 @@ class MachineModel:
 
     def l2_bytes(self, work: Work) -> float:
         """What one tile costs L2, in bytes: requests of several SMs for a line are merged, the
-        more the more ask for it at the same time. Weights that two CTAs load together were never
-        seen to pay for rows that do not begin with a line.
+        more the more ask for it at the same time.
         """
         power = -self.coalesced * self.in_step(work)
         of_inputs, of_weights = work.readers
-        weight_rows = work.tile.n / work.sharers * (work.lines if work.sharers == 1 else 1.0)
+        weight_rows = work.tile.n / work.sharers
         input_rows = work.input_rows * work.lines
         rows = input_rows * of_inputs**power + weight_rows * of_weights**power
         return rows * work.row_bytes

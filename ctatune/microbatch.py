@@ -12,7 +12,7 @@ from ctatune.gemm import Gemm
 from ctatune.gpus import Arena, Gpus
 from ctatune.methods import Libraries
 from ctatune.operands import Inputs, cold_sets
-from ctatune.problem import BF16_BYTES
+from ctatune.problem import BF16_BYTES, pitch
 from ctatune.schedule import Columns
 from ctatune.space import default_config
 
@@ -52,9 +52,9 @@ class _OurGemms:
             same = [i for i, chunk in enumerate(chunks) if chunk.width == rows]
             for gpu in _GPUS:
                 found = [operands(gpu, chunk, which) for chunk in same for which in range(sets)]
-                m, n, k = found[0][-1]
+                sizes = found[0][-1]
                 pointers = [(x, w, y) for x, w, y, _ in found]
-                gemm = Gemm(inputs.gpus, arena, gpu, config, m, n, k, pointers)
+                gemm = Gemm(inputs.gpus, arena, gpu, config, sizes, pointers)
                 self._all.append(gemm)
                 self._of |= {(gpu, chunk): (gemm, i * sets) for i, chunk in enumerate(same)}
         self.kernel = self._all[0].build()
@@ -82,7 +82,7 @@ class MicroBatch:
         ]
         count = len(self._chunks)
         self.y2 = {gpu: inputs.y2(gpu) for gpu in _GPUS}
-        self._y1 = [arena.alloc(gpu, problem.m * problem.h * BF16_BYTES) for gpu in _GPUS]
+        self._y1 = [arena.alloc(gpu, problem.m * pitch(problem.h) * BF16_BYTES) for gpu in _GPUS]
         up, down = Columns(0, problem.h), Columns(0, problem.n)
         self.sets = cold_sets(gpus, min(problem.h * problem.k, problem.n * problem.h))
         self._sets = [
@@ -100,18 +100,19 @@ class MicroBatch:
         self._sent = [[gpus.event(gpu) for _ in range(count)] for gpu in _GPUS]
 
     def _operands(self, gpu: int, chunk: int, which: int) -> tuple[int, int, int, Sizes]:
-        """X, W, Y and (m, n, k) of the product of a GPU on a chunk."""
+        """X, W, Y and sizes of the product of a GPU on a chunk."""
         problem, rows = self._problem, self._chunks[chunk]
         k, h, n = problem.k, problem.h, problem.n
         x, w_up, w_down = self._sets[which % self.sets]
         if gpu == 0:
-            y1 = _row(self._y1[0], rows.start, h)
-            return _row(x, rows.start, k), w_up, y1, (rows.width, h, k)
+            y1 = _row(self._y1[0], rows.start, pitch(h))
+            return _row(x, rows.start, k), w_up, y1, Sizes(rows.width, h, k, y_pitch=pitch(h))
         y2 = _row(self.y2[1], rows.start, n)
-        return _row(self._y1[1], rows.start, h), w_down, y2, (rows.width, n, h)
+        y1 = _row(self._y1[1], rows.start, pitch(h))
+        return y1, w_down, y2, Sizes(rows.width, n, h, x_pitch=pitch(h))
 
     def call(self, which: int = 0) -> None:
-        h, n = self._problem.h, self._problem.n
+        h, n = pitch(self._problem.h), self._problem.n
         for i, rows in enumerate(self._chunks):
             self._gemms(0, i, which)
             y1 = [_row(y, rows.start, h) for y in self._y1]

@@ -8,7 +8,7 @@ import numpy as np
 
 from ctatune.gpus import Arena, Gpus
 from ctatune.launch import Operands
-from ctatune.problem import BF16_BYTES, Problem
+from ctatune.problem import BF16_BYTES, Problem, pitch
 from ctatune.schedule import UP, Columns, Schedule
 
 _X, _W_UP, _W_DOWN = 0, 1, 2
@@ -30,8 +30,9 @@ class Inputs:
         """Some rows and columns of a matrix that is `width` columns wide; 0 for none."""
         if not rows.width * columns.width:
             return 0
-        pointer = self._arena.alloc(gpu, rows.width * columns.width * BF16_BYTES)
-        sizes = (rows.width, columns.width, rows.start, columns.start, width)
+        row_pitch = columns.width if kind == _X else pitch(columns.width)
+        pointer = self._arena.alloc(gpu, rows.width * row_pitch * BF16_BYTES)
+        sizes = (rows.width, columns.width, rows.start, columns.start, width, row_pitch)
         self.gpus.support(
             "fill_normal",
             gpu,

@@ -11,7 +11,7 @@ from ctatune.limits import down_stages, resident_ctas
 from ctatune.machine_model import L2_SHARE, MachineModel, pace_delay_us
 from ctatune.problem import Problem
 from ctatune.records import Platform
-from ctatune.schedule import layer_columns
+from ctatune.schedule import DOWN, UP, layer_columns
 from ctatune.work import Memory, TileTime, Work
 
 _NONE = Memory(0.0, 0.0, 0.0, 0.0)
@@ -66,11 +66,13 @@ def works_of(problem: Problem, config: Config, platform: Platform) -> tuple[Work
                 columns=columns,
                 tile=tile,
                 ctas=ctas,
+                dense=layer == UP,
                 sharers=2 if config.multicast else 1,
                 stages=depth,
                 kept_bytes=L2_SHARE * platform.l2_bytes,
             )
-            for (inputs, columns), tile, depth in zip(
+            for layer, (inputs, columns), tile, depth in zip(
+                (UP, DOWN),
                 sizes,
                 config.tiles,
                 (config.stages, down_stages(config)),

@@ -25,7 +25,7 @@ from ctatune.kernel import Kernel
 from ctatune.launch import Operands, PlacedSchedule, Workspace
 from ctatune.limits import ALIGNMENT_BYTES
 from ctatune.plans import Plan, Plans
-from ctatune.problem import BF16_BYTES, Problem
+from ctatune.problem import BF16_BYTES, Problem, pitch
 from ctatune.ranks import Processes
 from ctatune.schedule import Columns, build
 from ctatune.shared import Bound, Listed, Shared
@@ -106,10 +106,11 @@ class Placement:
         box = rows.width, columns.width * BF16_BYTES
         if not math.prod(box):
             return 0
-        gpus, pitch = self._shared.gpus, whole.shape[1] * BF16_BYTES
-        pointer = self._arena.alloc(gpu, math.prod(box))
-        source = whole.pointer + rows.start * pitch + columns.start * BF16_BYTES
-        gpus.copy_box(gpu, pointer, source, box, pitch, on_host=whole.gpu is None)
+        gpus = self._shared.gpus
+        there, here = whole.shape[1] * BF16_BYTES, pitch(columns.width) * BF16_BYTES
+        pointer = self._arena.alloc(gpu, rows.width * here)
+        source = whole.pointer + rows.start * there + columns.start * BF16_BYTES
+        gpus.copy_box(gpu, pointer, source, box, (there, here), on_host=whole.gpu is None)
         gpus.wait(gpu)
         return pointer
 

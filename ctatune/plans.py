@@ -20,7 +20,7 @@ from ctatune.config import Config, DownAxis
 from ctatune.errors import NoAnswer, UsageError
 from ctatune.known import stored_rows
 from ctatune.limits import default_split, why_invalid
-from ctatune.problem import Problem
+from ctatune.problem import Problem, pitch
 from ctatune.records import Source
 from ctatune.schedule import Columns, layer_columns, split_columns, w_down_held
 from ctatune.space import candidates, default_config
@@ -82,10 +82,10 @@ class Plans:
     def y1_width(self) -> int:
         """Columns of the memory of Y1 that suffice for every config that fits."""
         if not self.sums_over_gpus:
-            return self._problem.h
+            return pitch(self._problem.h)
         ups, downs = self.division
         partial = max(own.width for own in downs) + UNIT  # in whole tiles
-        return self._problem.h + UNIT + sum(own.width > 0 for own in ups) * partial
+        return pitch(self._problem.h) + UNIT + sum(own.width > 0 for own in ups) * partial
 
     def w_down_held(self, gpu: int) -> tuple[Columns, Columns]:
         """Rows and columns of W_down that a GPU holds."""

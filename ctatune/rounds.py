@@ -33,12 +33,12 @@ class Load:
         self._closed_s = 0.0
 
     def steady(self, seconds: float) -> Chain | None:
-        """The last chain of `seconds` of them; None where the host fell behind."""
+        """A chain of the second half of `seconds`; None where the host fell behind."""
         with self._counted():
             steady = self._timer.steady(self._call, self._calls, seconds)
             self._made, self.duty = self._made + steady.calls, 1.0
-        total_us = steady.total_us
-        return None if total_us is None else self._timer.round(total_us, self._calls)
+        call_us = steady.call_us
+        return None if call_us is None else self._timer.round(call_us, self._calls)
 
     def gated(self, seconds: float, duty: float = 1.0, closed_s: float = 0.0) -> Chain:
         """A chain behind a gate after `seconds` of load."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ctatune.config import Config, DownAxis, Tile
-from ctatune.problem import Problem
+from ctatune.problem import Problem, pitch
 
 UP, DOWN = 0, 1
 PARTIAL = 2  # a `down` tile of the owner, summed over another GPU's segment for it
@@ -66,9 +66,10 @@ class Schedule:
 
     @property
     def y1_width(self) -> int:
-        """Columns of the memory of Y1: those of Y1, then partial sums, each in whole tiles."""
+        """Columns of the memory of Y1: those of Y1, then partial sums, each in whole tiles. Tiles
+        of `up` fill what lies between with zeros."""
         if not self.reduces:
-            return self.problem.h
+            return pitch(self.problem.h)
         return self._partial_start + len(self.segments) * self.partial_width
 
     @property

@@ -44,11 +44,11 @@ class Chain:
 
 
 class Steady(NamedTuple):
-    """Calls made without a pause, and what the last chain of them took with its floor: None where
+    """Calls made without a pause, and what one of the second half took with its floor: None where
     the host fell behind."""
 
     calls: int
-    total_us: float | None
+    call_us: float | None
 
 
 class Loaded(NamedTuple):
@@ -136,31 +136,34 @@ class Timer:
         """One round: a gated chain of calls, right after it the same chain of empty calls. The gate
         is closed for `closed_s` at least."""
         total_us, closed_s = self._gated(call, calls, closed_s=closed_s)
-        return self.round(total_us, calls, closed_s)
+        return self.round(total_us / calls, calls, closed_s)
 
-    def round(self, total_us: float, calls: int, closed_s: float = 0.0) -> Chain:
-        """What a chain says that took so long: its floor is measured now."""
-        floor_us = self.chain_us(self._nothing, calls)
-        return Chain((total_us - floor_us) / calls, floor_us / calls, closed_s)
+    def round(self, call_us: float, calls: int, closed_s: float = 0.0) -> Chain:
+        """What a chain says whose calls took so long: the floor of one is measured now."""
+        floor_us = self.chain_us(self._nothing, calls) / calls
+        return Chain(call_us - floor_us, floor_us, closed_s)
 
     def steady(self, call: Call, calls: int, seconds: float) -> Steady:
-        """Chains without a gate for `seconds`, each enqueued while the one before it runs, of which
-        the last is timed. Begins and ends with idle streams.
+        """Chains without a gate for `seconds`, each enqueued while the one before it runs; those of
+        the second half are timed together. Begins and ends with idle streams.
 
         Where two chains overfill a stream the host waits for the GPUs, which have what they need.
         """
-        made, ahead, running, end = 0, False, None, time.monotonic() + seconds
-        while made < 2 * calls or time.monotonic() < end:
-            self._record(self._start)
+        made = timed = 0
+        ahead, running, begin = True, [], time.monotonic()
+        while made < 3 * calls or time.monotonic() < begin + seconds:
+            if made < 2 * calls or time.monotonic() < begin + seconds / 2:
+                self._record(self._start)  # again: only what follows counts
+                timed, ahead = 0, True
             self._enqueue(call, calls)
-            ahead = not self._start.is_done
-            self._record(self._end)
+            ahead = ahead and not any(mark.is_done for mark in running)
             before, running = running, self._marks()
-            for mark in before or ():
+            for mark in before:
                 mark.sync()
-            made += calls
+            made, timed = made + calls, timed + calls
+        self._record(self._end)
         total_us = self._timed_us()
-        return Steady(made, total_us if ahead else None)
+        return Steady(made, total_us / timed if ahead else None)
 
     def single_shot_us(self, call: Call) -> float:
         """One gated call and the join of all GPUs, floor included: median of five."""

@@ -12,7 +12,7 @@ from ctatune.contestants import Contestant
 from ctatune.gpus import Arena, Gpus
 from ctatune.launch import Operands, PlacedSchedule
 from ctatune.operands import Inputs
-from ctatune.problem import BF16_BYTES, Problem
+from ctatune.problem import BF16_BYTES, Problem, pitch
 from ctatune.records import RELATIVE_LIMIT, WORST_LIMIT, Verification
 from ctatune.schedule import Columns, Schedule, alone, build
 
@@ -38,7 +38,7 @@ class Reference:
 
     def _gemm(self, a: int, b: int, half: int, full: int, n: int, k: int) -> None:
         grid = (-(-n // _REFERENCE_TILE), -(-self.problem.m // _REFERENCE_TILE))
-        sizes = (np.int32(size) for size in (self.problem.m, n, k))
+        sizes = (np.int32(size) for size in (self.problem.m, n, k, k, pitch(k)))
         self._gpus.support("reference_gemm", 0, grid, 256, a, b, half, full, *sizes)
 
     def one_gpu(self, arena: Arena, schedule: Schedule) -> int:

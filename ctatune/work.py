@@ -30,6 +30,7 @@ class Work:
     ctas: int
     sharers: int = 1  # CTAs that load a weight tile together
     stages: int = 2
+    dense: bool = False  # the rows of the inputs lie one behind the other: X
     kept_bytes: float = math.inf  # what L2 keeps for an operand while the other streams through
 
     @cached_property
@@ -69,9 +70,10 @@ class Work:
 
     @cached_property
     def lines(self) -> float:
-        """Cache lines that 128 bytes of a row touch: two, unless each row begins with a line."""
-        pitch = self.inputs * BF16_BYTES
-        return 2.0 - math.gcd(pitch, L2_LINE_BYTES) / L2_LINE_BYTES
+        """Cache lines that 128 bytes of an input row touch: two, unless rows begin with lines."""
+        if not self.dense:
+            return 1.0
+        return 2.0 - math.gcd(self.inputs * BF16_BYTES, L2_LINE_BYTES) / L2_LINE_BYTES
 
     @cached_property
     def input_rows(self) -> int:

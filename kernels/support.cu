@@ -23,23 +23,25 @@ __device__ long long now_ns() {
 }
 
 // The rows x cols block at (row0, col0) of a matrix `width` wide of N(0, scale^2). An element
-// depends only on seed, row and column.
+// depends only on seed, row and column; rows of `out` are `pitch` elements apart.
 extern "C" __global__ void fill_normal(bf16* out, long long rows, long long cols, long long row0,
-                                       long long col0, long long width, u64 seed, float scale) {
+                                       long long col0, long long width, long long pitch, u64 seed,
+                                       float scale) {
   long long const count = rows * cols, step = (long long)gridDim.x * blockDim.x;
   for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < count; i += step) {
     u64 const at = (u64)(row0 + i / cols) * width + col0 + i % cols;
     u64 const bits = mix64(mix64(seed) + at * 0x9e3779b97f4a7c15ull);
     float const u = ((unsigned)(bits >> 40) + 0.5f) * 0x1p-24f;
     float const angle = (unsigned)(bits & 0xffffff) * (6.2831853f * 0x1p-24f);
-    out[i] = __float2bfloat16(sqrtf(-2.0f * logf(u)) * cosf(angle) * scale);
+    out[i / cols * pitch + i % cols] =
+        __float2bfloat16(sqrtf(-2.0f * logf(u)) * cosf(angle) * scale);
   }
 }
 
-// C = A B^T in double; A is m x k, B is n x k, both bf16. C is rounded to bf16 (`half`) or kept in
+// C = A B^T in double; A is m x k, B is n x k, both bf16 with their pitches. C is rounded to bf16 (`half`) or kept in
 // fp32 (`full`), whichever is not null. 64 x 64 tiles, 256 threads, 4 x 4 sums a thread.
 extern "C" __global__ void reference_gemm(bf16 const* a, bf16 const* b, bf16* half, float* full,
-                                          int m, int n, int k) {
+                                          int m, int n, int k, int a_pitch, int b_pitch) {
   constexpr int kTile = 64, kDepth = 16;
   __shared__ double sa[kDepth][kTile + 2], sb[kDepth][kTile + 2];
   int const tx = threadIdx.x % 16, ty = threadIdx.x / 16;
@@ -49,8 +51,8 @@ extern "C" __global__ void reference_gemm(bf16 const* a, bf16 const* b, bf16* ha
     for (int i = threadIdx.x; i < kTile * kDepth; i += blockDim.x) {
       int const r = i / kDepth, d = i % kDepth;
       bool const in_k = k0 + d < k;
-      sa[d][r] = in_k && row0 + r < m ? (double)(float)a[(u64)(row0 + r) * k + k0 + d] : 0.0;
-      sb[d][r] = in_k && col0 + r < n ? (double)(float)b[(u64)(col0 + r) * k + k0 + d] : 0.0;
+      sa[d][r] = in_k && row0 + r < m ? (double)(float)a[(u64)(row0 + r) * a_pitch + k0 + d] : 0.0;
+      sb[d][r] = in_k && col0 + r < n ? (double)(float)b[(u64)(col0 + r) * b_pitch + k0 + d] : 0.0;
     }
     __syncthreads();
 #pragma unroll

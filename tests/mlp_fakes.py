@@ -138,9 +138,16 @@ class FakeGpus:
         return name
 
     def copy_box(
-        self, gpu: int, _to: int, source: int, box: tuple[int, int], pitch: int, *, on_host: bool
+        self,
+        gpu: int,
+        _to: int,
+        source: int,
+        box: tuple[int, int],
+        pitches: tuple[int, int],
+        *,
+        on_host: bool,
     ) -> None:
-        self.log.append(("copy", source, *box, pitch, gpu, on_host))
+        self.log.append(("copy", source, *box, *pitches, gpu, on_host))
 
     def download(self, _gpu: int, _pointer: int, _shape: Any, dtype: Any) -> Any:
         return np.array((self.error, 0, 8, 7), dtype)

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,15 @@ from rank_rig import share_a_gpu
 
 import ctatune
 from ctatune.arrays import GpuArray
+from ctatune.config import Config
 from ctatune.gpus import Arena
-from ctatune.problem import BF16_BYTES, Problem
+from ctatune.problem import BF16_BYTES, Problem, pitch
 from ctatune.records import RELATIVE_LIMIT, WORST_LIMIT
 from ctatune.verify import Reference
 
 CALLS = int(os.environ.get("CTATUNE_TEST_CALLS", "200"))
 MOST, ROWS = 4096, 6000
-SMALL, WIDE = (512, 1024, 768), (8192, 8192, 8192)  # k, h, n
+SMALL, RAGGED, WIDE = (512, 1024, 768), (328, 712, 520), (8192, 8192, 8192)  # k, h, n
 LATE_NS = 300_000
 
 
@@ -31,7 +33,9 @@ class Rig:
     each call; Y2 is copied away after it, on the same stream.
     """
 
-    def __init__(self, bench: Any, arena: Arena, sizes: tuple[int, int, int]) -> None:
+    def __init__(
+        self, bench: Any, arena: Arena, sizes: tuple[int, int, int], config: Config | None
+    ) -> None:
         self.gpus, self.arena, self.rng = bench.gpus, arena, np.random.default_rng(11)
         self.k, self.h, self.n = sizes
         problem = Problem(m=ROWS, k=self.k, h=self.h, n=self.n)
@@ -42,12 +46,26 @@ class Rig:
         self.kept: list[tuple[int, int, int, int]] = []  # GPU, copy of Y2, first row, rows
         self._copies = Arena(self.gpus)
         weights = (
-            GpuArray(self.reference.w_up, (self.h, self.k), 0, None),
-            GpuArray(self.reference.w_down, (self.n, self.h), 0, None),
+            self._dense(self.reference.w_up, self.h, self.k),
+            self._dense(self.reference.w_down, self.n, self.h),
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.mlp = ctatune.Mlp(*weights, gpus=2, max_m=MOST)
+            choice = ctatune.best(f"64x{self.k}x{self.h}x{self.n}", gpus=2) if config else None
+            self.mlp = ctatune.Mlp(
+                *weights,
+                choice and replace(choice, config=config),
+                gpus=2,
+                max_m=MOST,
+            )
+
+    def _dense(self, weight: int, rows: int, columns: int) -> GpuArray:
+        """A copy of a weight of the reference as callers have it."""
+        there, here = pitch(columns) * BF16_BYTES, columns * BF16_BYTES
+        to = self.arena.alloc(0, rows * here)
+        self.gpus.copy_box(0, to, weight, (rows, here), (there, here), on_host=False)
+        self.gpus.wait(0)
+        return GpuArray(to, (rows, columns), 0, None)
 
     def stream(self) -> Any:
         """Another stream on GPU 0."""
@@ -62,10 +80,10 @@ class Rig:
 
     def fill(self, gpu: int, row: int, m: int) -> None:
         """Enqueue copying rows of X into the buffer of a GPU."""
-        pitch = self.k * BF16_BYTES
+        row_bytes = self.k * BF16_BYTES
         self.gpus.use(gpu)
-        source = self.reference.x + row * pitch
-        self.gpus.copy(self.x[gpu], source, m * pitch, self.gpus.streams[gpu])
+        source = self.reference.x + row * row_bytes
+        self.gpus.copy(self.x[gpu], source, m * row_bytes, self.gpus.streams[gpu])
 
     def keep(self, gpu: int, y: GpuArray, row: int) -> None:
         """Enqueue a copy of Y2, to be compared at the end."""
@@ -116,11 +134,12 @@ class Rig:
 
 
 @contextmanager
-def rigged(bench: Any, sizes: tuple[int, int, int]) -> Iterator[Rig]:
+def rigged(bench: Any, sizes: tuple[int, int, int], config: Config | None = None) -> Iterator[Rig]:
+    """`config`: what all calls run, else the library chooses."""
     if bench.gpus.ranks > 1:
         share_a_gpu(bench.gpus.ranks)
     with bench.gpus.arena() as arena:
-        rig = Rig(bench, arena, sizes)
+        rig = Rig(bench, arena, sizes, config)
         with rig.mlp:
             yield rig
 

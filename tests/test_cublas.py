@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from ctatune import cublas
-from ctatune.cublas import Cublas
+from ctatune.cublas import Cublas, Sizes
 from ctatune.errors import DeviceError
 
 bindings = pytest.importorskip("nvmath.bindings")
 
-SIZES = (64, 512, 256)
+SIZES = Sizes(64, 512, 250, x_pitch=252, y_pitch=520)
 
 
 class FakeLt:
@@ -35,8 +35,8 @@ class FakeLt:
         return getattr(self._real, name)
 
     def matrix_layout_create(self, kind: int, rows: int, columns: int, pitch: int) -> int:
-        assert (kind, pitch) == (14, rows)
-        return rows << 32 | columns
+        assert kind == 14
+        return rows << 40 | columns << 20 | pitch
 
     def matmul_preference_create(self) -> int:
         return 1
@@ -57,8 +57,9 @@ class FakeLt:
 
     def matmul(self, *arguments: int) -> None:
         w_layout, x_layout, y_layout = arguments[4], arguments[6], arguments[9]
-        m, n, k = SIZES
-        assert (w_layout, x_layout, y_layout) == (k << 32 | n, k << 32 | m, n << 32 | m)
+        wanted = ((250, 512, 256), (250, 64, 252), (512, 64, 520))
+        layouts = tuple(a << 40 | b << 20 | pitch for a, b, pitch in wanted)
+        assert (w_layout, x_layout, y_layout) == layouts
         algorithm = ctypes.c_uint64.from_address(arguments[12]).value
         if algorithm in self.broken:
             raise self._real.cuBLASLtError(15)
@@ -121,5 +122,5 @@ def test_sizes_that_nothing_can_compute_are_named(monkeypatch):
         raise RuntimeError("not supported")
 
     monkeypatch.setattr(cublas.Cublas, "_gemm_ex", refuse)
-    with pytest.raises(DeviceError, match="no algorithm for m 64 n 512 k 256"):
+    with pytest.raises(DeviceError, match="no algorithm for m 64 n 512 k 250"):
         product.tune(0, 0x1000, 0x2000, 0x3000, SIZES)

@@ -11,6 +11,7 @@ import pytest
 from ctatune import gemm
 from ctatune.abi import ERROR
 from ctatune.config import Config, Tile
+from ctatune.cublas import Sizes
 from ctatune.gemm import Gemm
 from ctatune.gpus import LINE_BYTES
 from ctatune.schedule import DOWN, NOTHING
@@ -22,7 +23,7 @@ CONFIGS = {
     "64x64/k4": Config(up=SMALL, down=SMALL, stages=13, d_slabs=2, direct=True),
 }
 BOXES = {"128x256": (128, 256, 128), "multicast": (128, 128, 128), "64x64/k4": (64, 64, 16)}
-M, N, K = 200, 712, 328
+M, N, K, Y = 200, 712, 328, 768
 SETS = [(1 << 20, 2 << 20, 3 << 20), (4 << 20, 5 << 20, 3 << 20)]
 
 
@@ -64,7 +65,7 @@ def made(request, monkeypatch) -> Any:
     monkeypatch.setattr(gemm, "tensor_map", as_bytes)
     arena: Any = FakeArena()
     gpus: Any = None
-    product = Gemm(gpus, arena, 1, CONFIGS[request.param], M, N, K, SETS)
+    product = Gemm(gpus, arena, 1, CONFIGS[request.param], Sizes(M, N, K, y_pitch=Y), SETS)
     for which in range(3):
         product.call(which)
     launched = product._kernel.launched  # pyright: ignore[reportAttributeAccessIssue]
@@ -81,11 +82,11 @@ def test_calls_take_sets_in_turn(made):
 def test_a_product_is_down_of_a_machine_of_one_gpu(made):
     in_rows, weight_rows, out_rows = BOXES[made.name]
     for (x, w, y), (_, p) in zip(SETS, made.launched, strict=False):
-        assert p["y1"] == as_bytes(x, (1, M, K), in_rows)
-        assert p["w_down"] == as_bytes(w, (N, K), weight_rows)
-        assert p["y2_out"][0] == as_bytes(y, (M, N), out_rows)
+        assert p["y1"] == as_bytes(x, (1, M, K), in_rows, K)
+        assert p["w_down"] == as_bytes(w, (N, K), weight_rows, 384)
+        assert p["y2_out"][0] == as_bytes(y, (M, N), out_rows, Y)
         assert p["y2_to"].tolist() == [y, *[0] * 7]
-        assert (p["m"], p["n"], p["y1_box_bytes"]) == (M, N, in_rows * 128)
+        assert (p["m"], p["n"], p["y1_box_bytes"]) == (M, Y, in_rows * 128)
         ones = ("y2_outs", "y2_own", "peers", "segment_count")
         zeros = ("y1_outs", "y1_own", "arrived_outs", "arrivals", "y1_parity", "pace_ns", "stamps")
         assert [int(p[name]) for name in ones] == [1] * 4

@@ -12,12 +12,13 @@ import pytest
 
 from ctatune import abi, space
 from ctatune.config import Baseline, Config, Tile
+from ctatune.cublas import Sizes
 from ctatune.errors import PipelineTimeoutError
 from ctatune.gemm import Gemm
 from ctatune.gpus import check
 from ctatune.launch import PlacedSchedule
 from ctatune.operands import Inputs, place
-from ctatune.problem import BF16_BYTES, Problem
+from ctatune.problem import BF16_BYTES, Problem, pitch
 from ctatune.records import RELATIVE_LIMIT, WORST_LIMIT
 from ctatune.schedule import Columns, build
 from ctatune.space import default_config
@@ -99,7 +100,7 @@ def prove_gemm(bench, gpu: int, config: Config, sizes: tuple[int, int, int]) -> 
             (inputs.x(gpu, i), inputs.w_up(gpu, Columns(0, n), i), arena.alloc(gpu, m * n * 2))
             for i in range(2)
         ]
-        gemm = Gemm(gpus, arena, gpu, config, m, n, k, sets)
+        gemm = Gemm(gpus, arena, gpu, config, Sizes(m, n, k), sets)
         for _, _, y in sets:
             gpus.fill(gpu, y, 0xFF, m * n * BF16_BYTES)
         for which in (0, 1, 2):
@@ -107,7 +108,7 @@ def prove_gemm(bench, gpu: int, config: Config, sizes: tuple[int, int, int]) -> 
         gpus.sync()
         gemm.check()
         wanted = arena.alloc(gpu, m * n * 4)
-        grid, edges = (-(-n // 64), -(-m // 64)), [np.int32(size) for size in sizes]
+        grid, edges = (-(-n // 64), -(-m // 64)), [np.int32(v) for v in (*sizes, k, pitch(k))]
         for x, w, y in sets:
             gpus.support("reference_gemm", gpu, grid, 256, x, w, 0, wanted, *edges)
             want = gpus.download(gpu, wanted, (m, n), np.float32)

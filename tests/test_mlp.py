@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from mlp_fakes import (
     ACTIVE,
@@ -43,10 +44,10 @@ def test_each_gpu_gets_its_rows_of_the_weights(machine):
     copies = [entry[1:] for entry in machine.log if entry[0] == "copy"]
     up, down = W_UP.ctypes.data, W_DOWN.ctypes.data
     assert copies == [
-        (up, 512, K * 2, K * 2, 0, True),
-        (up + 512 * K * 2, 256, K * 2, K * 2, 1, True),
-        (down, 256, H * 2, H * 2, 0, True),
-        (down + 256 * H * 2, 256, H * 2, H * 2, 1, True),
+        (up, 512, K * 2, K * 2, K * 2, 0, True),
+        (up + 512 * K * 2, 256, K * 2, K * 2, K * 2, 1, True),
+        (down, 256, H * 2, H * 2, H * 2, 0, True),
+        (down + 256 * H * 2, 256, H * 2, H * 2, H * 2, 1, True),
     ]
 
 
@@ -57,9 +58,24 @@ def test_each_gpu_gets_its_columns_of_w_down_where_y2_is_summed_over_gpus(machin
     down = W_DOWN.ctypes.data
     copies = [entry[1:] for entry in machine.log if entry[0] == "copy"]
     assert copies[2:] == [
-        (down, N, 384 * 2, H * 2, 0, True),
-        (down + 384 * 2, N, 384 * 2, H * 2, 1, True),
+        (down, N, 384 * 2, H * 2, 384 * 2, 0, True),
+        (down + 384 * 2, N, 384 * 2, H * 2, 384 * 2, 1, True),
     ]
+
+
+def test_rows_of_weights_begin_with_cache_lines(machine):
+    w_up, w_down = np.zeros((776, 136), np.uint16), np.zeros((512, 776), np.uint16)
+    mlp = ctatune.Mlp(w_up, w_down, gpus=2, max_m=64, db=NO_DB)
+    copies = [entry[1:] for entry in machine.log if entry[0] == "copy"]
+    assert [copy[1:5] for copy in copies] == [
+        (512, 136 * 2, 136 * 2, 192 * 2),
+        (264, 136 * 2, 136 * 2, 192 * 2),
+        (256, 776 * 2, 776 * 2, 832 * 2),
+        (256, 776 * 2, 776 * 2, 832 * 2),
+    ]
+    maps = mlp._placement._ready_for(64, captured=False).placed._arguments[0][0].block
+    assert bytes(maps["w_up"]).strip().endswith(b", 192)")
+    assert b"(2, 64, 832)" in bytes(maps["y1"])
 
 
 def test_x_on_one_gpu_is_one_piece_of_work_on_the_callers_stream(machine):

@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mlp_rig import CALLS, MOST, ROWS, SMALL, WIDE, Rig, rigged, some_tokens
+from mlp_rig import CALLS, MOST, RAGGED, ROWS, SMALL, WIDE, Rig, rigged, some_tokens
 
 from ctatune import abi, shared
 from ctatune.arrays import GpuArray
+from ctatune.config import Config, Tile
 from ctatune.errors import DeviceError, PipelineTimeoutError
 from ctatune.gpus import check
 from ctatune.problem import BF16_BYTES
@@ -147,6 +148,18 @@ def test_a_call_that_does_not_wait_for_x_is_caught(small, monkeypatch):
     small.mlp._placement._calls.clear()
 
 
+@pytest.mark.parametrize("axis", ["n", "h"])
+def test_weights_whose_rows_do_not_fill_cache_lines(bench, axis):
+    """Their rows lie further apart on the GPUs than at the caller's; so do those of Y1."""
+    tile = Tile(m=64, n=64)
+    config = Config(up=tile, down=tile, stages=6, d_slabs=2, mix=1.0, down_axis=axis)
+    with rigged(bench, RAGGED, config) as rig:
+        for m in (1, 64, 100, 300):
+            rig.run(m, False)
+            rig.run(m, True)
+        assert rig.wrong() == []
+
+
 @pytest.mark.parametrize("m", [8, 24, 48, 100, 400, 2500])
 def test_other_kernels_run_beside(wide, m):
     """They make waits longer: a lane that slept alone ended in an illegal instruction."""
@@ -155,7 +168,7 @@ def test_other_kernels_run_beside(wide, m):
     wide.fill(0, 0, m)
     wide.mlp.warm_up(m)
     wide.gpus.sync()
-    more = (size, size, np.int64(0), np.int64(0), size, np.uint64(1), np.float32(1.0))
+    more = (size, size, np.int64(0), np.int64(0), size, size, np.uint64(1), np.float32(1.0))
     y = wide.mlp(wide.x_of(m), stream=int(inner.streams[0].handle))
     for _ in range(CALLS * (1 if m > 1000 else 10)):
         for gpu in range(2):

@@ -48,10 +48,10 @@ def test_each_rank_copies_its_part_of_the_weights(pair):
     up, down = W_UP.ctypes.data, W_DOWN.ctypes.data
     copies = {entry[1:] for entry in pair.log if entry[0] == "copy"}
     assert copies == {
-        (up, 512, K * 2, K * 2, 0, True),
-        (up + 512 * K * 2, 256, K * 2, K * 2, 0, True),
-        (down, 256, H * 2, H * 2, 0, True),
-        (down + 256 * H * 2, 256, H * 2, H * 2, 0, True),
+        (up, 512, K * 2, K * 2, K * 2, 0, True),
+        (up + 512 * K * 2, 256, K * 2, K * 2, K * 2, 0, True),
+        (down, 256, H * 2, H * 2, H * 2, 0, True),
+        (down + 256 * H * 2, 256, H * 2, H * 2, H * 2, 0, True),
     }
 
 

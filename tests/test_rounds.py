@@ -34,8 +34,8 @@ class FakeTimer:
         behind = call == "late" and turn in self._late
         return Steady(calls * round(10 * seconds), None if behind else 1.1 * LATENCY_US[call])
 
-    def round(self, total_us: float, _: int) -> Chain:
-        return Chain(total_us, 5.0)
+    def round(self, call_us: float, _: int) -> Chain:
+        return Chain(call_us, 5.0)
 
     def load(self, call: Any, calls: int, seconds: float, *, duty: float) -> Loaded:
         self.loads.append((call, duty))
