@@ -130,6 +130,15 @@ def summary(found: Races) -> str:
     return "\n".join(parts)
 
 
+def controls(protocol: int) -> list[race.Control]:
+    """The shipped A/A pairs that were raced by a protocol."""
+    return [
+        pair
+        for shape in shipped_shapes()
+        for pair in race.controls([row for row in shipped(shape) if row.protocol == protocol])
+    ]
+
+
 def results() -> str:
     """The part of the README between the marks."""
     found = races()
@@ -139,11 +148,17 @@ def results() -> str:
         "busy between the rounds of the race. Every method of every race, with intervals and "
         "joules: [docs/results.md](docs/results.md).\n"
     )
-    pairs = [pair for shape in shipped_shapes() for pair in race.controls(shipped(shape))]
-    false = sum(pair.verdict != "tie" for pair in pairs)
+    protocols = sorted(
+        {row.protocol for row in shipped_rows() if row.measurement.phase == "control"}
+    )
+    counts = [
+        f"{sum(pair.verdict != 'tie' for pair in pairs)} of {len(pairs)} by protocol {number}"
+        for number in protocols
+        if (pairs := controls(number))
+    ]
     control = (
-        f"Of {len(pairs)} configs that ran twice in one of these or of older races (A/A), "
-        f"{false} are not called a tie with themselves.\n"
+        "Of configs that ran twice in a race, one of these or an older one (A/A), so many are not "
+        f"called a tie with themselves: {', '.join(counts)}.\n"
     )
     plot = "![latency over tokens](docs/latency.png)\n"
     return "\n".join([head, summary(found), control, plot])

@@ -3,8 +3,9 @@
     python benchmarks/versions.py
 
 For each older version that counts as the present one (`kernels/equal.json`) and each config that
-was raced with both: how its latency over that of the same baselines, interleaved in each race,
-changed from the older version to the present one. Machine, day and clocks are in neither ratio.
+was raced with both by one protocol: how its latency over that of the same baselines, interleaved in
+each race, changed from the older version to the present one. Machine, day and clocks are in
+neither ratio.
 """
 
 import sys
@@ -52,14 +53,15 @@ def changes(races: Races, new: str, old: str) -> Iterator[tuple[Config, float]]:
 
 def compared(new: str, old: str) -> list[tuple[Problem, Config, float]]:
     """The changes of all shipped problems."""
-    of: dict[Problem, list[Row]] = defaultdict(list)
+    of: dict[tuple[Problem, int], list[Row]] = defaultdict(list)
     for row in shipped_rows():
-        of[row.problem].append(row)
-    return [
+        of[row.problem, row.protocol].append(row)
+    found = [
         (problem, config, ratio)
-        for problem in sorted(of, key=lambda p: (p.gpus, p.k, p.h, p.n, p.m))
-        for config, ratio in changes(races_of(of[problem]), new, old)
+        for (problem, _), rows in of.items()
+        for config, ratio in changes(races_of(rows), new, old)
     ]
+    return sorted(found, key=lambda one: (one[0].gpus, one[0].k, one[0].h, one[0].n, one[0].m))
 
 
 def main() -> None:

@@ -13,7 +13,6 @@ from ctatune.machine_model import load
 from ctatune.problem import Problem
 from ctatune.records import Measurement, Phase
 from ctatune.rows import Row, Run
-from ctatune.seed import shipped, shipped_shapes
 from ctatune.space import default_config
 from ctatune.stats import median_interval, ratio_interval, verdict
 
@@ -196,12 +195,3 @@ def test_each_size_of_the_weights_is_plotted_on_its_own(tmp_path, monkeypatch):
     assert [len(line.get_xdata()) for axes in drawn for line in axes.lines] == [2] * 3 + [1] * 3
     assert len({line.get_color() for line in drawn[0].lines}) == 3
     race.plot({}, tmp_path / "a.png")  # nothing was ever raced
-
-
-def test_the_shipped_controls_hardly_ever_differ():
-    """Two entries of one config are equal: at most 5 % of the verdicts on them may be false."""
-    pairs = [pair for shape in shipped_shapes() for pair in race.controls(shipped(shape))]
-    if len(pairs) < 40:
-        pytest.skip(f"needs 40 shipped A/A pairs, there are {len(pairs)}")
-    false = [str(pair) for pair in pairs if pair.verdict != "tie"]
-    assert len(false) <= 0.05 * len(pairs), false
