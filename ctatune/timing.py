@@ -102,13 +102,14 @@ class Timer:
         with self._gpus.gated():
             closed = time.monotonic()
             self._record(self._start)
-            self._enqueue(call, calls, dependent=dependent)
+            self.enqueue(call, calls, dependent=dependent)
             self._record(self._end)
             time.sleep(max(0.0, closed + closed_s - time.monotonic()))
             closed_s = time.monotonic() - closed
         return self._timed_us(), closed_s
 
-    def _enqueue(self, call: Call, calls: int, *, dependent: bool = True) -> None:
+    def enqueue(self, call: Call, calls: int, *, dependent: bool = True) -> None:
+        """Enqueue calls and, after each or only the last, the barrier of all GPUs."""
         for i in range(calls):
             call(i)
             if dependent:
@@ -155,7 +156,7 @@ class Timer:
             if made < 2 * calls or time.monotonic() < begin + seconds / 2:
                 self._record(self._start)  # again: only what follows counts
                 timed, ahead = 0, True
-            self._enqueue(call, calls)
+            self.enqueue(call, calls)
             ahead = ahead and not any(mark.is_done for mark in running)
             before, running = running, self._marks()
             for mark in before:
