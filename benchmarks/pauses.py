@@ -18,10 +18,10 @@ from ctatune.contestants import Contestants
 from ctatune.measure import Bench
 from ctatune.problem import Problem
 from ctatune.space import default_config
-from ctatune.timing import Call, Timer
+from ctatune.timing import LAUNCHES, QUEUE, Call, Timer
 
 ROUNDS, EIGHTHS = 3, 8
-CHAIN_US, MOST_CALLS = 30_000.0, 104
+CHAIN_US, MOST_CALLS = 30_000.0, QUEUE // LAUNCHES
 CLOSED_S = {"no pause": None, "gate": 0.0, "gate of 10 ms": 0.01}
 
 

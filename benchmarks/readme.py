@@ -12,14 +12,14 @@ from ctatune.config import Config
 from ctatune.jit import kernel_hash
 from ctatune.machine_model import DEFAULT_PLATFORM, document
 from ctatune.problem import Problem
-from ctatune.seed import shipped, shipped_rows, shipped_shapes
+from ctatune.seed import shipped_rows
 from ctatune.stats import ratio_interval, verdict
 
 ROOT = Path(__file__).parent.parent
 ERRORS = "<!-- errors: written by benchmarks/readme.py -->\n"
 END_ERRORS = "<!-- end of errors -->"
 BEGIN, END = "<!-- results: written by benchmarks/readme.py -->\n", "<!-- end of results -->"
-ONE = ("tokens", "ours us", "cuBLAS us", "fastest")
+ONE = ("shape", "ours us", "cuBLAS us", "fastest")
 SEVERAL = (
     "tokens",
     "ours us",
@@ -87,13 +87,14 @@ def about(lines: Sequence[race.Line]) -> str:
 
 def cells(lines: Sequence[race.Line], ours: race.Line) -> tuple[str, ...]:
     """A row of the summary."""
-    first = (str(ours.row.problem.m), f"{ours.latency_us:.1f}")
-    if ours.row.problem.gpus == 1:
-        return *first, cell(fastest(lines, "single"), ours), said(lines, ours)
+    problem, us = ours.row.problem, f"{ours.latency_us:.1f}"
+    if problem.gpus == 1:
+        return problem.shape, us, cell(fastest(lines, "single"), ours), said(lines, ours)
     pipelines = (x for x in lines if isinstance(c := x.row.config, Config) and c.mix == 0.0)
     pure = next(pipelines, None)
     return (
-        *first,
+        str(problem.m),
+        us,
         "" if ours.ideal is None else f"{ours.ideal:.0%}",
         "" if pure is None else f"{pure.latency_us:.1f}",
         cell(fastest(lines, *TP), ours),
@@ -113,30 +114,37 @@ def ranges(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"\nPercentages: {', '.join(found)}.\n" if found else ""
 
 
+def origin(group: Races) -> str:
+    """On what the races of a table ran; of which shapes, where that differs."""
+    shapes: dict[str, list[str]] = {}
+    for problem, lines in group.items():
+        shapes.setdefault(about(lines), []).append(problem.shape)
+    if len(shapes) == 1:
+        return next(iter(shapes))
+    return "; ".join(f"{', '.join(some)}: {text}" for text, some in shapes.items())
+
+
 def summary(found: Races) -> str:
-    """A table for each size of the weights and number of GPUs, a line for each m."""
+    """A table for one GPU, and for several one for each size of the weights."""
     groups: dict[tuple[int, ...], Races] = {}
     for p, lines in found.items():
         if fastest(lines, "cta"):
-            groups.setdefault((p.gpus, p.k, p.h, p.n), {})[p] = lines
+            key = (1,) if p.gpus == 1 else (p.gpus, p.k, p.h, p.n)
+            groups.setdefault(key, {})[p] = lines
     parts = []
-    for (gpus, k, h, n), group in sorted(groups.items(), reverse=True):
+    for (gpus, *weights), group in sorted(groups.items(), reverse=True):
         head = ONE if gpus == 1 else SEVERAL
         rows = [cells(x, ours) for x in group.values() if (ours := fastest(x, "cta"))]
-        machines = "; ".join(sorted({about(lines) for lines in group.values()}))
-        title = f"**{gpus} GPU{'s' * (gpus > 1)}, k {k}, h {h}, n {n}** ({machines})"
+        sizes = [f"{name} {size}" for name, size in zip("khn", weights, strict=False)]
+        title = ", ".join([f"{gpus} GPU{'s' * (gpus > 1)}", *sizes])
         spread = ranges(head, rows) if gpus > 1 else ""
-        parts.append(f"{title}:\n\n{race.table(head, *rows)}\n{spread}")
+        parts.append(f"**{title}** ({origin(group)}):\n\n{race.table(head, *rows)}\n{spread}")
     return "\n".join(parts)
 
 
 def controls(protocol: int) -> list[race.Control]:
     """The shipped A/A pairs that were raced by a protocol."""
-    return [
-        pair
-        for shape in shipped_shapes()
-        for pair in race.controls([row for row in shipped(shape) if row.protocol == protocol])
-    ]
+    return race.controls([row for row in shipped_rows() if row.protocol == protocol])
 
 
 def results() -> str:
@@ -145,15 +153,12 @@ def results() -> str:
     head = (
         "Cold cache, Y2 replicated, medians. `of ideal`: `single` / GPUs / ours. In brackets: our "
         "latency against the opponent's. `load`: the part of the time for which the GPUs were kept "
-        "busy between the rounds of the race. Every method of every race, with intervals and "
+        "busy. Every method of every race, with intervals and "
         "joules: [docs/results.md](docs/results.md).\n"
-    )
-    protocols = sorted(
-        {row.protocol for row in shipped_rows() if row.measurement.phase == "control"}
     )
     counts = [
         f"{sum(pair.verdict != 'tie' for pair in pairs)} of {len(pairs)} by protocol {number}"
-        for number in protocols
+        for number in sorted({row.protocol for row in shipped_rows()})
         if (pairs := controls(number))
     ]
     control = (

@@ -9,13 +9,13 @@ import importlib.util
 from collections.abc import Callable
 
 from ctatune.config import Baseline
-from ctatune.cublas import Sizes
 from ctatune.gpus import Arena
 from ctatune.graphs import Graphed
+from ctatune.layout import Sizes, pitch
 from ctatune.methods import Libraries, Method
 from ctatune.microbatch import MicroBatch
 from ctatune.operands import Inputs, cold_sets
-from ctatune.problem import BF16_BYTES, Problem, pitch
+from ctatune.problem import BF16_BYTES, Problem
 from ctatune.reduce import TwoShotReduce
 from ctatune.schedule import Columns, split_columns
 from ctatune.timing import LAUNCHES, MIN_CALLS, QUEUE
@@ -101,12 +101,12 @@ class _RowSplit:
 
     def _products(self, run: _Product, which: int) -> None:
         """`run` both layers of every GPU that has rows."""
-        k, h, n, h_pitch = self._problem.k, self._problem.h, self._problem.n, pitch(self._problem.h)
+        k, h, n = self._problem.k, self._problem.h, self._problem.n
         for gpu, (x, w_up, w_down) in enumerate(self._sets[which % self.sets]):
             if rows := self._rows[gpu].width:
                 y2 = self.y2[gpu] + self._offset(gpu)
-                run(gpu, x, w_up, self._y1[gpu], Sizes(rows, h, k, y_pitch=h_pitch))
-                run(gpu, self._y1[gpu], w_down, y2, Sizes(rows, n, h, x_pitch=h_pitch))
+                run(gpu, x, w_up, self._y1[gpu], Sizes.up(rows, k, h))
+                run(gpu, self._y1[gpu], w_down, y2, Sizes.down(rows, h, n))
 
     def _offset(self, gpu: int) -> int:
         return self._rows[gpu].start * self._problem.n * BF16_BYTES
@@ -181,9 +181,8 @@ class _TensorParallel:
         m, k, n = self._problem.m, self._problem.k, self._problem.n
         for gpu, (x, w_up, w_down) in enumerate(self._sets[which % self.sets]):
             width = self._parts[gpu].width
-            run(gpu, x, w_up, self._y1[gpu], Sizes(m, width, k, y_pitch=pitch(width)))
-            sums = Sizes(m, n, width, x_pitch=pitch(width))
-            run(gpu, self._y1[gpu], w_down, self._partials[gpu], sums)
+            run(gpu, x, w_up, self._y1[gpu], Sizes.up(m, k, width))
+            run(gpu, self._y1[gpu], w_down, self._partials[gpu], Sizes.down(m, width, n))
 
     def call(self, which: int = 0) -> None:
         self._products(self._blas.gemm, which)

@@ -138,7 +138,7 @@ def _measured(
     if won.platform.name != wanted["platform"]:
         notes.append(f"measured on {won.platform.name}, whose GPU is the same")
     if old := how_old([won]):
-        notes.append(f"measured with {old}")
+        notes.append(f"measured{old}")
     if no_kernel:
         notes.append(no_kernel)
     elif tied:

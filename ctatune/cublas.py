@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ctatune.errors import DeviceError
 from ctatune.gpus import Arena, Gpus
-from ctatune.problem import pitch
+from ctatune.layout import Sizes
 
 _WORKSPACE_BYTES = 32 << 20  # what cuBLAS recommends on Hopper
 _BF16, _FP32 = 14, 0  # CUDA_R_16BF, CUDA_R_32F
@@ -27,22 +27,6 @@ _DEFAULT_ALGORITHM = -1
 _ALGORITHMS = 8
 _WARM_CALLS, _TIMED_CALLS = 3, 8
 _MAX_ALIGNMENT = 256  # bytes; what cuBLASLt assumes unless it is told otherwise
-
-
-class Sizes(NamedTuple):
-    """Of Y = X W^T: X is m x k, W n x k, Y m x n. Elements between the rows of X and of Y, 0 where
-    they are dense; those of W are `problem.pitch` apart."""
-
-    m: int
-    n: int
-    k: int
-    x_pitch: int = 0
-    y_pitch: int = 0
-
-    @property
-    def pitches(self) -> tuple[int, int, int]:
-        """Elements between rows of X, W and Y."""
-        return self.x_pitch or self.k, pitch(self.k), self.y_pitch or self.n
 
 
 class _Plan(NamedTuple):
@@ -142,8 +126,7 @@ class Cublas:
         )
 
     def _gemm_ex(self, gpu: int, operands: tuple[int, int, int], sizes: Sizes) -> None:
-        (x, w, y), (m, n, k, *_) = operands, sizes
-        x_pitch, w_pitch, y_pitch = sizes.pitches
+        (x, w, y), (m, n, k, x_pitch, w_pitch, y_pitch) = operands, sizes
         c = self._cublas
         c.gemm_ex(
             self._handles[gpu],
@@ -185,8 +168,7 @@ class Cublas:
 
     def _offers(self, gpu: int, sizes: Sizes, alignment: int) -> Sequence[_Plan]:
         """What the heuristic of cuBLASLt offers, and cublasGemmEx."""
-        m, n, k, *_ = sizes
-        x_pitch, w_pitch, y_pitch = sizes.pitches
+        m, n, k, x_pitch, w_pitch, y_pitch = sizes
         lt = self._lt
         w, x, y = (
             lt.matrix_layout_create(_BF16, *layout)

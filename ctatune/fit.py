@@ -24,7 +24,7 @@ from ctatune.known import of_this_kernel
 from ctatune.latency import estimate
 from ctatune.machine_model import Z90, MachineModel, family, model_of
 from ctatune.problem import Problem
-from ctatune.records import SCREENING, Prediction
+from ctatune.records import Prediction
 from ctatune.rows import Row
 from ctatune.simulate import simulate
 
@@ -66,7 +66,7 @@ def points(rows: Iterable[Row]) -> list[Point]:
     model its fastest variant. Races have another load, that of all contestants, so are left out."""
     newest: dict[tuple[Problem, AnyConfig], Row] = {}
     for row in sorted(rows, key=lambda row: row.age):
-        good = row.good and (row.measurement.phase, row.protocol) == ("screen", SCREENING)
+        good = row.good and row.measurement.phase == "screen" and row.of_this_protocol
         of_ours = isinstance(row.config, Config) and of_this_kernel(row)
         has_model = plain(row.config) in modelled(row.problem)
         if good and (of_ours or has_model):

@@ -9,9 +9,9 @@ import numpy as np
 from ctatune import abi
 from ctatune.abi import ERROR, PARAMS, Argument, Flags, tensor_map
 from ctatune.config import Config
-from ctatune.cublas import Sizes
 from ctatune.gpus import Arena, Gpus
 from ctatune.kernel import Kernel
+from ctatune.layout import Sizes
 from ctatune.limits import TILE_K
 from ctatune.schedule import DOWN, Columns, raster, slots
 
@@ -22,7 +22,7 @@ class Gemm:
     To the kernel this is a machine of one GPU whose Y1 is X: in a segment of no tiles, so that it
     is complete from the start. `config` is valid for m rows; its `down` tile and order are used.
 
-    Shapes: x m x k, w n x k, y m x n, with the pitches of `sizes`.
+    Shapes: see `Sizes`.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class Gemm:
         self._arguments = [Argument(self._block(x, w, y)) for x, w, y in sets]
 
     def _block(self, x: int, w: int, y: int) -> Any:
-        (m, n, k, *_), config = self._sizes, self._config
-        x_pitch, w_pitch, y_pitch = self._sizes.pitches
-        tile = config.down
+        m, n, k, x_pitch, w_pitch, y_pitch = self._sizes
+        config, tile = self._config, self._config.down
         p = np.zeros((), dtype=PARAMS)
         self._flags.write(p)
         p["error"] = self._error
         p["started_out"][0], p["peers"] = self._flags.started, 1
         p["tiles"], p["tile_count"] = self._tiles, self._tile_count
+        # The kernel's h and n are also how far apart it takes rows to be: pitches.
         p["m"], p["h"], p["n"] = m, x_pitch, y_pitch
         p["y1"] = tensor_map(x, (1, m, k), abi.in_box_rows(tile, m), x_pitch)
         p["y1_box_bytes"] = abi.box_bytes(abi.in_box_rows(tile, m))

@@ -189,7 +189,7 @@ class Gpus:
         config = LaunchConfig(grid=grid, block=block)
         launch(self.streams[gpu], config, self._support[name], *args)
 
-    def ready(self, name: str, gpu: int, *args: Any) -> Callable[[], None]:
+    def launcher(self, name: str, gpu: int, *args: Any) -> Callable[[], None]:
         """A launch of one warp of `support` whose arguments, ctypes values, never change: it takes
         the host a third of the time."""
         function, stream = self.function(name), self.streams[gpu].handle

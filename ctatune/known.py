@@ -13,13 +13,15 @@ from ctatune.config import OWN_KERNEL
 from ctatune.errors import UsageError
 from ctatune.machine_model import DEFAULT_PLATFORM, load
 from ctatune.problem import Problem
-from ctatune.records import OLDER_RACING, RACING, Platform, Regime, protocol_of
+from ctatune.records import OLDER_RACING, Platform, Regime, protocol_of
 from ctatune.rows import PredictionRow, Row
 from ctatune.seed import shipped, shipped_shapes
 from ctatune.store import Store, default_path
 
 PLATFORM_COLUMNS = ("gpu", "link", "sm_count", "power_limit_w", "driver", "cuda")
 LINK_COLUMNS = ("platform", "link")
+
+Difference = tuple[str, Any, Any]  # name of a column, in the row, now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +49,8 @@ def stored_rows(problem: Problem, db: Path | None, platform: str | None) -> Stor
     user = user_rows(db or default_path(), problem)
     wanted = wanted_of(problem, platform_of(user, platform))
     rows = (*shipped(problem.shape), *user.of_tokens(problem.m))
-    found = alike(rows, wanted)
-    versions = ("kernel_hash", "protocol")
-    timeless = {name: value for name, value in wanted.items() if name not in versions}
-    return Stored(found, len(alike(rows, timeless)) - len(found))
+    outdated = [row for row in rows if _outdated(row) and not _elsewhere(row, wanted)]
+    return Stored(alike(rows, wanted), len(outdated))
 
 
 def platform_of(user: UserRows, name: str | None) -> dict[str, Any]:
@@ -86,23 +86,35 @@ def user_rows(path: Path, problem: Problem) -> UserRows:
 def wanted_of(problem: Problem, platform: dict[str, Any]) -> dict[str, Any]:
     """What must be equal in a row that answers for the problem, by the name of the column."""
     asked = {name: getattr(problem, name) for name in ("gpus", "dtype", "activation", "output")}
-    now = {"regime": str(Regime()), "protocol": RACING, "kernel_hash": jit.kernel_hash()}
-    return platform | asked | now
+    return platform | asked | {"regime": str(Regime())}
 
 
 def differences(row: Row, wanted: dict[str, Any]) -> list[str]:
-    """What keeps a row from answering. Links, which name platforms too, mean nothing to one GPU."""
-    now = wanted | {"protocol": protocol_of(row.measurement.phase)}
-    have = wanted_of(row.problem, identity(row.platform)) | {"protocol": now["protocol"]}
+    """What keeps a row from answering."""
+    return [
+        f"{name} differs (row {there}, now {now})"
+        for name, there, now in _elsewhere(row, wanted) + _outdated(row)
+    ]
+
+
+def _elsewhere(row: Row, wanted: dict[str, Any]) -> list[Difference]:
+    """Columns of another identity. Links, which name platforms too, mean nothing to one GPU."""
+    have = wanted_of(row.problem, identity(row.platform))
     have["regime"] = str(row.measurement.regime)
+    linked = wanted["gpus"] > 1 or have["gpu"] != wanted.get("gpu")
+    names = [name for name in wanted if linked or name not in LINK_COLUMNS]
+    return [(name, have[name], wanted[name]) for name in names if have[name] != wanted[name]]
+
+
+def _outdated(row: Row) -> list[Difference]:
+    """Columns of a version that does not count any more."""
+    found: list[Difference] = []
     if not (row.of_this_protocol or _is_older_race(row)):
-        have["protocol"] = row.protocol
+        found.append(("protocol", row.protocol, protocol_of(row.measurement.phase)))
     built = row.kernel_hash or row.measurement.outcome == "ok"  # else a failure of any version
     if row.config.method in OWN_KERNEL and built and not of_this_kernel(row):
-        have["kernel_hash"] = row.kernel_hash
-    linked = wanted["gpus"] > 1 or have["gpu"] != wanted.get("gpu")
-    unequal = [n for n in wanted if have[n] != now[n] and (linked or n not in LINK_COLUMNS)]
-    return [f"{name} differs (row {have[name]}, now {now[name]})" for name in unequal]
+        found.append(("kernel_hash", row.kernel_hash, jit.kernel_hash()))
+    return found
 
 
 def of_this_kernel(row: Row) -> bool:
@@ -125,11 +137,12 @@ def _is_older_race(row: Row) -> bool:
 
 
 def how_old(rows: Iterable[Row]) -> str:
-    """By what rows were measured that are not of the present kernel and protocol, or nothing."""
+    """What follows "measured": with which older kernel or protocols some were; else nothing."""
     rows = list(rows)
     kernel = "an older version of our kernel" if any(map(_is_older_kernel, rows)) else ""
     protocols = sorted({row.protocol for row in rows if _is_older_race(row)})
-    return " and ".join(filter(None, [kernel, *(f"protocol {number}" for number in protocols)]))
+    old = " and ".join(filter(None, [kernel, *(f"protocol {number}" for number in protocols)]))
+    return f" with {old}" if old else ""
 
 
 def alike(rows: Sequence[Row], wanted: dict[str, Any]) -> list[Row]:

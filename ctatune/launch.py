@@ -13,8 +13,9 @@ from ctatune import abi
 from ctatune.abi import ERROR, PARAMS, STAMPS, Argument, Flags, tensor_map
 from ctatune.gpus import LINE_BYTES, Arena, Gpus
 from ctatune.kernel import Kernel
+from ctatune.layout import pitch
 from ctatune.limits import TILE_K
-from ctatune.problem import BF16_BYTES, MAX_GPUS, pitch
+from ctatune.problem import BF16_BYTES, MAX_GPUS
 from ctatune.schedule import PARTIAL, UP, Schedule
 
 
@@ -24,7 +25,7 @@ class Operands:
     also where it belongs to another process).
 
     Shapes: x m x k, w_up (own columns of up) x k, w_down (own columns of down) x h, or where Y2 is
-    summed over GPUs n x (own columns of up), y2 m x n. Rows of weights are `problem.pitch` apart.
+    summed over GPUs n x (own columns of up), y2 m x n. Rows of weights are `layout.pitch` apart.
     """
 
     x: tuple[int, ...]

@@ -20,7 +20,7 @@ from ctatune.jit import CompileError
 from ctatune.limits import why_invalid
 from ctatune.problem import Problem
 from ctatune.records import Measurement, Outcome, Phase, Platform, Verification
-from ctatune.rounds import MIN_ROUNDS, NEXT_LOAD_SECONDS, Load, Race
+from ctatune.rounds import MIN_ROUNDS, NEXT_LOAD_SECONDS, Rounds, Runner
 from ctatune.stats import median_interval
 from ctatune.telemetry import Telemetry
 from ctatune.timing import Chain, Timer
@@ -127,16 +127,16 @@ class Bench:
             if field:
                 before = self._telemetry.read()
                 timer = Timer(self.gpus, arena)
-                loads = {i: Load(timer, self._telemetry, c) for i, (c, _) in field.items()}
-                race = Race(loads, self._telemetry, seed)
-                race.run()
+                runners = {i: Runner(timer, self._telemetry, c) for i, (c, _) in field.items()}
+                rounds = Rounds(runners, self._telemetry, seed)
+                rounds.run()
                 state = self._telemetry.state(before, self._telemetry.read())
                 for i, (contestant, proof) in field.items():
-                    own = state | loads[i].state()
+                    own = state | runners[i].state()
                     results[i] = (
-                        Measurement(outcome="timeout", phase="final", detail=race.lost[i])
-                        if i in race.lost
-                        else _timed(contestant, proof, "final", race.rounds[i], own)
+                        Measurement(outcome="timeout", phase="final", detail=rounds.lost[i])
+                        if i in rounds.lost
+                        else _timed(contestant, proof, "final", rounds.chains[i], own)
                     )
         return [results[i] for i in range(len(configs))]
 

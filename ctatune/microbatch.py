@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from ctatune.config import Baseline
-from ctatune.cublas import Cublas, Sizes
+from ctatune.cublas import Cublas
 from ctatune.gemm import Gemm
 from ctatune.gpus import Arena, Gpus
+from ctatune.layout import Sizes, pitch
 from ctatune.methods import Libraries
 from ctatune.operands import Inputs, cold_sets
-from ctatune.problem import BF16_BYTES, pitch
+from ctatune.problem import BF16_BYTES
 from ctatune.schedule import Columns
 from ctatune.space import default_config
 
@@ -104,12 +105,10 @@ class MicroBatch:
         problem, rows = self._problem, self._chunks[chunk]
         k, h, n = problem.k, problem.h, problem.n
         x, w_up, w_down = self._sets[which % self.sets]
+        y1 = _row(self._y1[gpu], rows.start, pitch(h))
         if gpu == 0:
-            y1 = _row(self._y1[0], rows.start, pitch(h))
-            return _row(x, rows.start, k), w_up, y1, Sizes(rows.width, h, k, y_pitch=pitch(h))
-        y2 = _row(self.y2[1], rows.start, n)
-        y1 = _row(self._y1[1], rows.start, pitch(h))
-        return y1, w_down, y2, Sizes(rows.width, n, h, x_pitch=pitch(h))
+            return _row(x, rows.start, k), w_up, y1, Sizes.up(rows.width, k, h)
+        return y1, w_down, _row(self.y2[1], rows.start, n), Sizes.down(rows.width, h, n)
 
     def call(self, which: int = 0) -> None:
         h, n = pitch(self._problem.h), self._problem.n

@@ -65,8 +65,7 @@ def decide(
         source="neighbour",
         baselines=of_baselines(corrected),
         notes=[
-            f"the estimate, corrected by the races of {races_of} tokens"
-            + f" with {old}" * bool(old),
+            f"the estimate, corrected by the races of {races_of} tokens{old}",
             *outside(problem, machine),
         ],
     )

@@ -8,7 +8,8 @@ import numpy as np
 
 from ctatune.gpus import Arena, Gpus
 from ctatune.launch import Operands
-from ctatune.problem import BF16_BYTES, Problem, pitch
+from ctatune.layout import pitch
+from ctatune.problem import BF16_BYTES, Problem
 from ctatune.schedule import UP, Columns, Schedule
 
 _X, _W_UP, _W_DOWN = 0, 1, 2

@@ -23,9 +23,10 @@ from ctatune.errors import UsageError
 from ctatune.gpus import Arena
 from ctatune.kernel import Kernel
 from ctatune.launch import Operands, PlacedSchedule, Workspace
+from ctatune.layout import pitch
 from ctatune.limits import ALIGNMENT_BYTES
 from ctatune.plans import Plan, Plans
-from ctatune.problem import BF16_BYTES, Problem, pitch
+from ctatune.problem import BF16_BYTES, Problem
 from ctatune.ranks import Processes
 from ctatune.schedule import Columns, build
 from ctatune.shared import Bound, Listed, Shared

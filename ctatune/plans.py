@@ -19,8 +19,9 @@ from ctatune.choice import Choice
 from ctatune.config import Config, DownAxis
 from ctatune.errors import NoAnswer, UsageError
 from ctatune.known import stored_rows
+from ctatune.layout import pitch
 from ctatune.limits import default_split, why_invalid
-from ctatune.problem import Problem, pitch
+from ctatune.problem import Problem
 from ctatune.records import Source
 from ctatune.schedule import Columns, layer_columns, split_columns, w_down_held
 from ctatune.space import candidates, default_config
@@ -85,7 +86,7 @@ class Plans:
             return pitch(self._problem.h)
         ups, downs = self.division
         partial = max(own.width for own in downs) + UNIT  # in whole tiles
-        return pitch(self._problem.h) + UNIT + sum(own.width > 0 for own in ups) * partial
+        return self._problem.h + UNIT + sum(own.width > 0 for own in ups) * partial
 
     def w_down_held(self, gpu: int) -> tuple[Columns, Columns]:
         """Rows and columns of W_down that a GPU holds."""

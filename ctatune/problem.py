@@ -15,7 +15,6 @@ DTYPES = {"bf16": BF16_BYTES}  # name -> bytes of one element
 ACTIVATIONS = ("none",)
 MAX_GPUS = 8  # one NVLink island; the kernel's parameter block has room for as many
 MAX_DIMENSION = 1 << 20
-_LINE_BYTES = 128  # of L2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,13 +89,6 @@ class Problem:
     def weight_bytes(self) -> int:
         """Bytes of both weights, stored once over the whole machine."""
         return DTYPES[self.dtype] * (self.k * self.h + self.h * self.n)
-
-
-def pitch(columns: int) -> int:
-    """Elements from one row of a weight or of Y1 to the next in our memory: rows begin with cache
-    lines, of which TMA else asks L2 for two each 128 bytes. X and Y2 lie as callers want them."""
-    line = _LINE_BYTES // BF16_BYTES
-    return -(-columns // line) * line
 
 
 def parse_shape(text: str) -> tuple[int, int, int, int]:

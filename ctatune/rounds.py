@@ -18,12 +18,12 @@ from ctatune.timing import LOAD_SECONDS, Chain, Timer
 MIN_ROUNDS, MAX_ROUNDS, FINAL_SECONDS = 12, 60, 12.0
 TIE = 0.005  # half-width of the interval of the log-ratio at which two methods are told apart
 NEXT_LOAD_SECONDS = 0.3  # of load where another method has just loaded the GPUs
-RELOAD_SECONDS = 0.1  # of load before each round, so that clocks stay settled
+TURN_SECONDS = 0.1  # half of it is timed; behind a gate, all of it loads the GPUs for a chain
 MAX_LATE = 3  # rounds in which a host fell behind: then all wait behind a gate
 
 
-class Load:
-    """Loads the GPUs with one contestant of a race, times it, and counts what a call takes."""
+class Runner:
+    """One contestant of a race: its chains, and what a call of it takes."""
 
     def __init__(self, timer: Timer, telemetry: Telemetry, contestant: Contestant) -> None:
         self._timer, self._telemetry = timer, telemetry
@@ -38,14 +38,14 @@ class Load:
             steady = self._timer.steady(self._call, self._calls, seconds)
             self._made, self.duty = self._made + steady.calls, 1.0
         call_us = steady.call_us
-        return None if call_us is None else self._timer.round(call_us, self._calls)
+        return None if call_us is None else self._timer.less_floor(call_us, self._calls)
 
-    def gated(self, seconds: float, duty: float = 1.0, closed_s: float = 0.0) -> Chain:
+    def gated(self, seconds: float, duty: float = 1.0, least_s: float = 0.0) -> Chain:
         """A chain behind a gate after `seconds` of load."""
         with self._counted():
             loaded = self._timer.load(self._call, self._calls, seconds, duty=duty)
             self._made, self.duty = self._made + loaded.calls, loaded.duty
-        chain = self._timer.chain(self._call, self._calls, closed_s=closed_s)
+        chain = self._timer.chain(self._call, self._calls, least_s=least_s)
         self._closed_s = chain.closed_s
         return chain
 
@@ -69,37 +69,37 @@ class Load:
         return state
 
 
-Turn = Callable[[Load], Chain | None]
+Turn = Callable[[Runner], Chain | None]
 
 
-class Race:
+class Rounds:
     """Rounds of all contestants in random order, until all are told from the best, or late.
 
     Where every host keeps the GPUs busy, no contestant finds them rested. Where one does not, all
     load for the part of the time that the slowest manages, and wait behind a gate for as long. A
     round in which a GPU was slowed down or shared, or a host fell behind, does not count.
 
-    After `run`, `rounds` are the chains of each, and `lost` says who left on the way, and why.
+    After `run`, `chains` are those of each, and `lost` says who left on the way, and why.
     """
 
-    def __init__(self, field: dict[int, Load], telemetry: Telemetry, seed: int) -> None:
+    def __init__(self, field: dict[int, Runner], telemetry: Telemetry, seed: int) -> None:
         self._field, self._telemetry = field, telemetry
         self._order = np.random.default_rng(seed)
-        self.rounds: dict[int, list[Chain]] = {i: [] for i in field}
+        self.chains: dict[int, list[Chain]] = {i: [] for i in field}
         self.lost: dict[int, str] = {}
-        self._take: Turn = lambda load: load.steady(RELOAD_SECONDS)
+        self._take: Turn = lambda runner: runner.steady(TURN_SECONDS)
         self._late = 0
 
     def run(self) -> None:
         first, *others = self._field
-        made = self._turns([first], lambda load: load.steady(LOAD_SECONDS))
-        made |= self._turns(others, lambda load: load.steady(NEXT_LOAD_SECONDS))
+        made = self._turns([first], lambda runner: runner.steady(LOAD_SECONDS))
+        made |= self._turns(others, lambda runner: runner.steady(NEXT_LOAD_SECONDS))
         if None in made.values():
             self._close_the_gate()
         end = time.monotonic() + FINAL_SECONDS
         for _ in range(MAX_ROUNDS):
             self._round()
-            kept = {i: self.rounds[i] for i in self._here}
+            kept = {i: self.chains[i] for i in self._here}
             if min(map(len, kept.values()), default=MIN_ROUNDS) < MIN_ROUNDS:
                 continue
             if time.monotonic() > end or _told_apart(kept):
@@ -114,7 +114,7 @@ class Race:
                 self._close_the_gate()
         elif not self._telemetry.marks(self._telemetry.read()):
             for i, chain in chains.items():
-                self.rounds[i].append(chain)
+                self.chains[i].append(chain)
 
     @property
     def _here(self) -> list[int]:
@@ -131,11 +131,11 @@ class Race:
 
     def _close_the_gate(self) -> None:
         """Begin anew behind a gate; a turn of each says what is the same for all."""
-        made = self._turns(self._here, lambda load: load.gated(NEXT_LOAD_SECONDS))
+        made = self._turns(self._here, lambda runner: runner.gated(NEXT_LOAD_SECONDS))
         duty = min((self._field[i].duty for i in made), default=1.0)
         closed_s = max((chain.closed_s for chain in made.values() if chain), default=0.0)
-        self._take = lambda load: load.gated(RELOAD_SECONDS, duty, closed_s)
-        self.rounds = {i: [] for i in self._field}
+        self._take = lambda runner: runner.gated(TURN_SECONDS, duty, closed_s)
+        self.chains = {i: [] for i in self._field}
 
 
 def _told_apart(rounds: dict[int, list[Chain]]) -> bool:

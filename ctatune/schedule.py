@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ctatune.config import Config, DownAxis, Tile
-from ctatune.problem import Problem, pitch
+from ctatune.layout import pitch
+from ctatune.problem import Problem
 
 UP, DOWN = 0, 1
 PARTIAL = 2  # a `down` tile of the owner, summed over another GPU's segment for it
@@ -66,8 +67,8 @@ class Schedule:
 
     @property
     def y1_width(self) -> int:
-        """Columns of the memory of Y1: those of Y1, then partial sums, each in whole tiles. Tiles
-        of `up` fill what lies between with zeros."""
+        """Columns of a row of Y1 in memory. Tiles of `up` write zeros from h on: to the `pitch`, or
+        where Y2 is summed over GPUs to the end of a tile; then come partial sums in whole tiles."""
         if not self.reduces:
             return pitch(self.problem.h)
         return self._partial_start + len(self.segments) * self.partial_width

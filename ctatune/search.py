@@ -95,7 +95,7 @@ class Hardware:
         )
 
     def _rows(self) -> list[Row]:
-        """The rows of this machine, problem and kernel, the oldest first."""
+        """The rows of this machine, problem, kernel and protocol, the oldest first."""
         rows = self._store.measurements(self._problem, self._worker.platform.name)
         return [
             row

@@ -69,7 +69,7 @@ class Timer:
         counters = np.array(self._state, dtype=np.uint64)
         peers = [arena.upload(gpu, counters) for gpu in everyone]
         self._meet = [
-            gpus.ready(
+            gpus.launcher(
                 "barrier",
                 gpu,
                 *(ctypes.c_uint64(peers[gpu]), ctypes.c_int32(len(gpus))),
@@ -78,7 +78,7 @@ class Timer:
             )
             for gpu in everyone
         ]
-        self._empty = [gpus.ready("nothing", gpu) for gpu in everyone]
+        self._empty = [gpus.launcher("nothing", gpu) for gpu in everyone]
         gpus.use(0)
         timed = EventOptions(timing_enabled=True)
         self._start, self._end = (gpus.devices[0].create_event(timed) for _ in range(2))
@@ -96,15 +96,15 @@ class Timer:
         return self._gated(call, calls, dependent=dependent)[0]
 
     def _gated(
-        self, call: Call, calls: int, *, dependent: bool = True, closed_s: float = 0.0
+        self, call: Call, calls: int, *, dependent: bool = True, least_s: float = 0.0
     ) -> tuple[float, float]:
-        """`chain_us` behind a gate that is closed for `closed_s` at least, and how long it was."""
+        """`chain_us` behind a gate that is closed for `least_s` at least, and how long it was."""
         with self._gpus.gated():
             closed = time.monotonic()
             self._record(self._start)
             self.enqueue(call, calls, dependent=dependent)
             self._record(self._end)
-            time.sleep(max(0.0, closed + closed_s - time.monotonic()))
+            time.sleep(max(0.0, closed + least_s - time.monotonic()))
             closed_s = time.monotonic() - closed
         return self._timed_us(), closed_s
 
@@ -133,14 +133,13 @@ class Timer:
         one = self.chain_us(call, MIN_CALLS) / MIN_CALLS
         return int(min(QUEUE // launches, max(MIN_CALLS, CHAIN_US / one)))
 
-    def chain(self, call: Call, calls: int, *, closed_s: float = 0.0) -> Chain:
-        """One round: a gated chain of calls, right after it the same chain of empty calls. The gate
-        is closed for `closed_s` at least."""
-        total_us, closed_s = self._gated(call, calls, closed_s=closed_s)
-        return self.round(total_us / calls, calls, closed_s)
+    def chain(self, call: Call, calls: int, *, least_s: float = 0.0) -> Chain:
+        """A chain of calls behind a gate that is closed for `least_s` at least."""
+        total_us, closed_s = self._gated(call, calls, least_s=least_s)
+        return self.less_floor(total_us / calls, calls, closed_s)
 
-    def round(self, call_us: float, calls: int, closed_s: float = 0.0) -> Chain:
-        """What a chain says whose calls took so long: the floor of one is measured now."""
+    def less_floor(self, call_us: float, calls: int, closed_s: float = 0.0) -> Chain:
+        """A chain whose calls took `call_us`, less what empty ones take in as long a chain now."""
         floor_us = self.chain_us(self._nothing, calls) / calls
         return Chain(call_us - floor_us, floor_us, closed_s)
 

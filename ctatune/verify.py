@@ -11,8 +11,9 @@ from ctatune.config import Config
 from ctatune.contestants import Contestant
 from ctatune.gpus import Arena, Gpus
 from ctatune.launch import Operands, PlacedSchedule
+from ctatune.layout import pitch
 from ctatune.operands import Inputs
-from ctatune.problem import BF16_BYTES, Problem, pitch
+from ctatune.problem import BF16_BYTES, Problem
 from ctatune.records import RELATIVE_LIMIT, WORST_LIMIT, Verification
 from ctatune.schedule import Columns, Schedule, alone, build
 

@@ -8,10 +8,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ctatune.config import Tile
+from ctatune.layout import L2_LINE_BYTES
 from ctatune.limits import TILE_K
 from ctatune.problem import BF16_BYTES
-
-L2_LINE_BYTES = 128
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

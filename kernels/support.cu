@@ -38,8 +38,9 @@ extern "C" __global__ void fill_normal(bf16* out, long long rows, long long cols
   }
 }
 
-// C = A B^T in double; A is m x k, B is n x k, both bf16 with their pitches. C is rounded to bf16 (`half`) or kept in
-// fp32 (`full`), whichever is not null. 64 x 64 tiles, 256 threads, 4 x 4 sums a thread.
+// C = A B^T in double; A is m x k, B is n x k, both bf16 with their pitches. C is rounded to bf16
+// (`half`) or kept in fp32 (`full`), whichever is not null. 64 x 64 tiles, 256 threads, 4 x 4 sums a
+// thread.
 extern "C" __global__ void reference_gemm(bf16 const* a, bf16 const* b, bf16* half, float* full,
                                           int m, int n, int k, int a_pitch, int b_pitch) {
   constexpr int kTile = 64, kDepth = 16;

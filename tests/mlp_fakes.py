@@ -140,13 +140,14 @@ class FakeGpus:
     def copy_box(
         self,
         gpu: int,
-        _to: int,
+        to: int,
         source: int,
         box: tuple[int, int],
         pitches: tuple[int, int],
         *,
         on_host: bool,
     ) -> None:
+        assert to + box[0] * pitches[1] <= FakeArena.next_address
         self.log.append(("copy", source, *box, *pitches, gpu, on_host))
 
     def download(self, _gpu: int, _pointer: int, _shape: Any, dtype: Any) -> Any:

@@ -16,7 +16,8 @@ import ctatune
 from ctatune.arrays import GpuArray
 from ctatune.config import Config
 from ctatune.gpus import Arena
-from ctatune.problem import BF16_BYTES, Problem, pitch
+from ctatune.layout import pitch
+from ctatune.problem import BF16_BYTES, Problem
 from ctatune.records import RELATIVE_LIMIT, WORST_LIMIT
 from ctatune.verify import Reference
 

@@ -359,6 +359,15 @@ def test_races_of_the_protocol_before_count_until_there_is_one_of_this(db, monke
     assert best().latency_us == 56.0
 
 
+def test_what_no_longer_counts_is_counted_apart_from_what_still_does(db, monkeypatch):
+    for protocol in (2, 3, 4):
+        with monkeypatch.context() as before:
+            before.setattr(records, "RACING", protocol)
+            run(db, (CONFIG, final(50.0)))
+    found = known.stored_rows(PROBLEM, db, None)
+    assert ([row.protocol for row in found.rows], found.outdated) == ([3, 4], 1)
+
+
 def test_the_users_rows_win_over_the_shipped_ones(db, monkeypatch):
     with Store.memory() as store:
         store.add_measurement(begin(store, HERE), PROBLEM, CONFIG, final(50.0))

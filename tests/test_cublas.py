@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from ctatune import cublas
-from ctatune.cublas import Cublas, Sizes
+from ctatune.cublas import Cublas
 from ctatune.errors import DeviceError
+from ctatune.layout import Sizes
 
 bindings = pytest.importorskip("nvmath.bindings")
 
-SIZES = Sizes(64, 512, 250, x_pitch=252, y_pitch=520)
+SIZES = Sizes(64, 512, 250, x_pitch=252, w_pitch=256, y_pitch=520)
 
 
 class FakeLt:

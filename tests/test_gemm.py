@@ -11,9 +11,9 @@ import pytest
 from ctatune import gemm
 from ctatune.abi import ERROR
 from ctatune.config import Config, Tile
-from ctatune.cublas import Sizes
 from ctatune.gemm import Gemm
 from ctatune.gpus import LINE_BYTES
+from ctatune.layout import Sizes
 from ctatune.schedule import DOWN, NOTHING
 
 WIDE, SMALL = Tile(m=128, n=256, group_m=2), Tile(m=64, n=64, split_k=4)
@@ -65,7 +65,7 @@ def made(request, monkeypatch) -> Any:
     monkeypatch.setattr(gemm, "tensor_map", as_bytes)
     arena: Any = FakeArena()
     gpus: Any = None
-    product = Gemm(gpus, arena, 1, CONFIGS[request.param], Sizes(M, N, K, y_pitch=Y), SETS)
+    product = Gemm(gpus, arena, 1, CONFIGS[request.param], Sizes(M, N, K, K, 384, Y), SETS)
     for which in range(3):
         product.call(which)
     launched = product._kernel.launched  # pyright: ignore[reportAttributeAccessIssue]

@@ -12,13 +12,13 @@ import pytest
 
 from ctatune import abi, space
 from ctatune.config import Baseline, Config, Tile
-from ctatune.cublas import Sizes
 from ctatune.errors import PipelineTimeoutError
 from ctatune.gemm import Gemm
 from ctatune.gpus import check
 from ctatune.launch import PlacedSchedule
+from ctatune.layout import Sizes, pitch
 from ctatune.operands import Inputs, place
-from ctatune.problem import BF16_BYTES, Problem, pitch
+from ctatune.problem import BF16_BYTES, Problem
 from ctatune.records import RELATIVE_LIMIT, WORST_LIMIT
 from ctatune.schedule import Columns, build
 from ctatune.space import default_config
@@ -100,7 +100,7 @@ def prove_gemm(bench, gpu: int, config: Config, sizes: tuple[int, int, int]) -> 
             (inputs.x(gpu, i), inputs.w_up(gpu, Columns(0, n), i), arena.alloc(gpu, m * n * 2))
             for i in range(2)
         ]
-        gemm = Gemm(gpus, arena, gpu, config, Sizes(m, n, k), sets)
+        gemm = Gemm(gpus, arena, gpu, config, Sizes(m, n, k, k, pitch(k), n), sets)
         for _, _, y in sets:
             gpus.fill(gpu, y, 0xFF, m * n * BF16_BYTES)
         for which in (0, 1, 2):

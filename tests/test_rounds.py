@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ctatune.errors import PipelineTimeoutError
-from ctatune.rounds import MAX_LATE, MIN_ROUNDS, Load, Race
+from ctatune.rounds import MAX_LATE, MIN_ROUNDS, Rounds, Runner
 from ctatune.timing import Chain, Loaded, Steady
 
 LATENCY_US = {"fast": 50.0, "slow": 60.0, "late": 55.0, "dead": 1.0}
@@ -34,66 +34,66 @@ class FakeTimer:
         behind = call == "late" and turn in self._late
         return Steady(calls * round(10 * seconds), None if behind else 1.1 * LATENCY_US[call])
 
-    def round(self, call_us: float, _: int) -> Chain:
+    def less_floor(self, call_us: float, _: int) -> Chain:
         return Chain(call_us, 5.0)
 
     def load(self, call: Any, calls: int, seconds: float, *, duty: float) -> Loaded:
         self.loads.append((call, duty))
         return Loaded(calls * round(10 * seconds), 0.7 if call == "late" else duty)
 
-    def chain(self, call: Any, _: int, *, closed_s: float) -> Chain:
-        self.closed_s.append(closed_s)
+    def chain(self, call: Any, _: int, *, least_s: float) -> Chain:
+        self.closed_s.append(least_s)
         own_s = 0.006 if call == "late" else 0.001
-        return Chain(LATENCY_US[call], 5.0, max(closed_s, own_s))
+        return Chain(LATENCY_US[call], 5.0, max(least_s, own_s))
 
 
-def race_of(
+def raced(
     names: tuple[str, ...], timer: FakeTimer, marks: Any = lambda _: []
-) -> tuple[Race, list[Load]]:
+) -> tuple[Rounds, list[Runner]]:
     quiet: Any = SimpleNamespace(energy_j=lambda: None, read=lambda: None, marks=marks)
     contestants: Any = [SimpleNamespace(call=name, launches=10) for name in names]
-    loads = [Load(timer, quiet, contestant) for contestant in contestants]  # type: ignore[arg-type]
-    race = Race(dict(enumerate(loads)), quiet, 1)
-    race.run()
-    return race, loads
+    runners = [Runner(timer, quiet, contestant) for contestant in contestants]  # type: ignore[arg-type]
+    rounds = Rounds(dict(enumerate(runners)), quiet, 1)
+    rounds.run()
+    return rounds, runners
 
 
-def latencies(race: Race) -> list[set[float]]:
-    return [{round(chain.latency_us, 1) for chain in chains} for chains in race.rounds.values()]
+def latencies(rounds: Rounds) -> list[set[float]]:
+    return [{round(chain.latency_us, 1) for chain in chains} for chains in rounds.chains.values()]
 
 
 def test_who_times_out_leaves_the_race_and_the_others_go_on():
-    race, loads = race_of(("dead", "fast", "slow"), timer := FakeTimer())
-    assert race.lost == {0: "waited in vain"}
-    assert [len(race.rounds[i]) for i in range(3)] == [0, MIN_ROUNDS, MIN_ROUNDS]
-    assert latencies(race)[1:] == [{55.0}, {66.0}]
+    rounds, runners = raced(("dead", "fast", "slow"), timer := FakeTimer())
+    assert rounds.lost == {0: "waited in vain"}
+    assert [len(rounds.chains[i]) for i in range(3)] == [0, MIN_ROUNDS, MIN_ROUNDS]
+    assert latencies(rounds)[1:] == [{55.0}, {66.0}]
     assert not timer.loads  # none behind a gate
-    assert [load.state() for load in loads[1:]] == 2 * [{"duty": 1.0, "closed_s": 0.0}]
+    assert [runner.state() for runner in runners[1:]] == 2 * [{"duty": 1.0, "closed_s": 0.0}]
 
 
 def test_behind_a_gate_all_rest_and_load_as_the_slowest_host_does():
-    race, loads = race_of(("fast", "late", "slow"), timer := FakeTimer())
-    assert latencies(race) == [{50.0}, {55.0}, {60.0}]
+    rounds, runners = raced(("fast", "late", "slow"), timer := FakeTimer())
+    assert latencies(rounds) == [{50.0}, {55.0}, {60.0}]
     first, rest = timer.loads[:3], timer.loads[3:]
     assert first == [(name, 1.0) for name in ("fast", "late", "slow")]
     assert {duty for _, duty in rest} == {0.7}
     assert set(timer.closed_s[3:]) == {0.006}
-    assert {load.state()["closed_s"] for load in loads} == {0.006}
+    assert {runner.state()["closed_s"] for runner in runners} == {0.006}
 
 
 def test_one_late_turn_costs_a_round_and_a_few_close_the_gate():
-    race, _ = race_of(("fast", "late"), timer := FakeTimer(range(3, 3 + MAX_LATE - 1)))
-    assert [len(chains) for chains in race.rounds.values()] == 2 * [MIN_ROUNDS]
-    assert latencies(race) == [{55.0}, {60.5}]
+    rounds, _ = raced(("fast", "late"), timer := FakeTimer(range(3, 3 + MAX_LATE - 1)))
+    assert [len(chains) for chains in rounds.chains.values()] == 2 * [MIN_ROUNDS]
+    assert latencies(rounds) == [{55.0}, {60.5}]
     assert not timer.loads
-    race, _ = race_of(("fast", "late"), timer := FakeTimer(range(3, 3 + MAX_LATE)))
-    assert latencies(race) == [{50.0}, {55.0}]  # none of the rounds before
+    rounds, _ = raced(("fast", "late"), timer := FakeTimer(range(3, 3 + MAX_LATE)))
+    assert latencies(rounds) == [{50.0}, {55.0}]  # none of the rounds before
     assert timer.loads
 
 
 def test_rounds_of_a_gpu_that_was_slowed_down_do_not_count():
-    race, _ = race_of(("fast", "slow"), FakeTimer(), marks=lambda _: ["hot"])
-    assert [len(chains) for chains in race.rounds.values()] == [0, 0]
+    rounds, _ = raced(("fast", "slow"), FakeTimer(), marks=lambda _: ["hot"])
+    assert [len(chains) for chains in rounds.chains.values()] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -103,9 +103,9 @@ def test_energy_is_a_call_of_all_load_segments(counter, joules):
     readings = iter(counter)
     telemetry: Any = SimpleNamespace(energy_j=lambda: next(readings))
     timer: Any = FakeTimer()
-    load = Load(timer, telemetry, SimpleNamespace(call="late", launches=10))  # type: ignore[arg-type]
-    assert load.steady(0.8) is None
-    load.gated(0.2, 0.5)
-    assert load.state() == {"duty": 0.7, "closed_s": 0.006} | (
+    runner = Runner(timer, telemetry, SimpleNamespace(call="late", launches=10))  # type: ignore[arg-type]
+    assert runner.steady(0.8) is None
+    runner.gated(0.2, 0.5)
+    assert runner.state() == {"duty": 0.7, "closed_s": 0.006} | (
         {"energy_j": joules} if joules else {}
     )

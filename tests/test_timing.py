@@ -1,0 +1,56 @@
+"""When the calls of a steady chain are enqueued, and which are timed, on streams that are fakes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ctatune import timing
+from ctatune.timing import Steady, Timer
+
+
+@pytest.fixture
+def steady(monkeypatch) -> Any:
+    """A chain of batches of ten calls that take a second each; batch `late` ends before the host
+    has enqueued the next one. Gives what was found and what was done."""
+    log: list[str] = []
+    timer: Any = object.__new__(Timer)
+    timer._start, timer._end = "start", "end"
+    timer._record = log.append
+    timer.enqueue = lambda _call, _calls: log.append("batch")
+    timer._timed_us = lambda: 600.0
+    monkeypatch.setattr(timing.time, "monotonic", lambda: log.count("batch"))
+
+    def run(seconds: float, late: int | None = None) -> tuple[Steady, list[str]]:
+        def marks() -> list[Any]:
+            i = log.count("batch") - 1
+            return [SimpleNamespace(is_done=i == late, sync=lambda: log.append(f"wait for {i}"))]
+
+        timer._marks = marks
+        return timer.steady(None, 10, seconds), log
+
+    return run
+
+
+def test_the_second_half_is_timed_and_each_batch_is_enqueued_while_the_one_before_runs(steady):
+    found, log = steady(4.0)
+    assert log == [
+        *("start", "batch"),
+        *("start", "batch", "wait for 0"),
+        *("batch", "wait for 1"),
+        *("batch", "wait for 2"),
+        "end",
+    ]
+    assert found == Steady(calls=40, call_us=600.0 / 30)
+
+
+@pytest.mark.parametrize(("late", "behind"), [(0, False), (1, True), (4, True), (5, False)])
+def test_a_host_that_falls_behind_matters_while_calls_are_timed(steady, late, behind):
+    found, _ = steady(6.0, late)
+    assert (found.call_us is None) is behind
+
+
+def test_a_batch_goes_ahead_and_two_are_timed_however_short_the_time(steady):
+    assert steady(0.0)[0] == Steady(calls=30, call_us=600.0 / 20)
