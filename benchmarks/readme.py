@@ -57,8 +57,9 @@ def cell(line: race.Line | None, ours: race.Line) -> str:
 
 def loaded(ours: race.Line) -> str:
     """The part of the time in which the GPUs worked while the race loaded them."""
-    duty = ours.row.measurement.gpu_state.get("duty")
-    return f"{duty:.0%}" if isinstance(duty, float) else ""
+    state = ours.row.measurement.gpu_state
+    gate = ", gate" * bool(state.get("closed_s", state.get("duty") != 1.0))
+    return f"{state['duty']:.0%}{gate}" if "duty" in state else ""
 
 
 def said(lines: Sequence[race.Line], ours: race.Line) -> str:
@@ -152,9 +153,9 @@ def results() -> str:
     found = races()
     head = (
         "Cold cache, Y2 replicated, medians. `of ideal`: `single` / GPUs / ours. In brackets: our "
-        "latency against the opponent's. `load`: the part of the time for which the GPUs were kept "
-        "busy. Every method of every race, with intervals and "
-        "joules: [docs/results.md](docs/results.md).\n"
+        "latency against the opponent's, of medians. `load`: the part of the time for which the "
+        "GPUs were kept busy, and whether they rested behind a gate. Every method of every race, "
+        "with intervals: [docs/results.md](docs/results.md).\n"
     )
     counts = [
         f"{sum(pair.verdict != 'tie' for pair in pairs)} of {len(pairs)} by protocol {number}"

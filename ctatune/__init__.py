@@ -42,3 +42,7 @@ def __getattr__(name: str) -> Any:
         except PackageNotFoundError:  # a checkout that is not installed
             return "0+checkout"
     raise AttributeError(f"module 'ctatune' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -13,7 +13,7 @@ from ctatune.config import OWN_KERNEL
 from ctatune.errors import UsageError
 from ctatune.machine_model import DEFAULT_PLATFORM, load
 from ctatune.problem import Problem
-from ctatune.records import OLDER_RACING, Platform, Regime, protocol_of
+from ctatune.records import Platform, Regime, protocol_of
 from ctatune.rows import PredictionRow, Row
 from ctatune.seed import shipped, shipped_shapes
 from ctatune.store import Store, default_path
@@ -109,7 +109,7 @@ def _elsewhere(row: Row, wanted: dict[str, Any]) -> list[Difference]:
 def _outdated(row: Row) -> list[Difference]:
     """Columns of a version that does not count any more."""
     found: list[Difference] = []
-    if not (row.of_this_protocol or _is_older_race(row)):
+    if not (row.of_this_protocol or row.of_older_race):
         found.append(("protocol", row.protocol, protocol_of(row.measurement.phase)))
     built = row.kernel_hash or row.measurement.outcome == "ok"  # else a failure of any version
     if row.config.method in OWN_KERNEL and built and not of_this_kernel(row):
@@ -125,37 +125,39 @@ def of_this_kernel(row: Row) -> bool:
 def is_older(row: Row) -> bool:
     """Whether a row is of our kernel in one of the versions `jit.equal_kernels`, or of a race by a
     protocol that still counts."""
-    return _is_older_kernel(row) or _is_older_race(row)
+    return _is_older_kernel(row) or row.of_older_race
 
 
 def _is_older_kernel(row: Row) -> bool:
     return row.config.method in OWN_KERNEL and row.kernel_hash in jit.equal_kernels()
 
 
-def _is_older_race(row: Row) -> bool:
-    return row.measurement.phase != "screen" and row.protocol in OLDER_RACING
-
-
 def how_old(rows: Iterable[Row]) -> str:
     """What follows "measured": with which older kernel or protocols some were; else nothing."""
     rows = list(rows)
     kernel = "an older version of our kernel" if any(map(_is_older_kernel, rows)) else ""
-    protocols = sorted({row.protocol for row in rows if _is_older_race(row)})
+    protocols = sorted({row.protocol for row in rows if row.of_older_race})
     old = " and ".join(filter(None, [kernel, *(f"protocol {number}" for number in protocols)]))
     return f" with {old}" if old else ""
 
 
 def alike(rows: Sequence[Row], wanted: dict[str, Any]) -> list[Row]:
     """The rows of the identity that is wanted. What an older version of our kernel or of the
-    protocol did with a config counts, good or bad, until the present one did the same: screened it,
-    or raced."""
+    protocol measured counts until the present one screened the same config, or raced any of ours.
+    A wrong result of the present kernel counts for ever."""
     found = [row for row in rows if not differences(row, wanted)]
-    now = {_tried(row) for row in found if not is_older(row)}
-    return [row for row in found if not (is_older(row) and _tried(row) in now)]
+    present = [row for row in found if not is_older(row)]
+    screened = {(row.problem, row.config) for row in present if row.measurement.phase == "screen"}
+    raced = {row.problem for row in present if row.is_final_of_ours}
 
+    def is_past(row: Row) -> bool:
+        if row.measurement.outcome == "wrong" and not _is_older_kernel(row):
+            return False
+        if row.measurement.phase == "screen":
+            return (row.problem, row.config) in screened
+        return row.problem in raced
 
-def _tried(row: Row) -> tuple[Any, ...]:
-    return row.problem, row.config, row.measurement.phase
+    return [row for row in found if not (is_older(row) and is_past(row))]
 
 
 def of_weights(problem: Problem, user: UserRows, wanted: dict[str, Any]) -> list[Row]:

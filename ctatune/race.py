@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ctatune.config import AnyConfig
 from ctatune.errors import DeviceError, UsageError
+from ctatune.known import how_old
 from ctatune.problem import Problem
 from ctatune.rows import Row
 from ctatune.stats import Verdict, ratio_interval, verdict
@@ -129,7 +130,7 @@ def _line(row: Row, best: Row, single: Row | None) -> Line:
 
 
 def _energy_j(row: Row) -> float | None:
-    found = row.measurement.gpu_state.get("energy_j")
+    found = row.measurement.gpu_state.get("call_j")
     return float(found) if isinstance(found, int | float) else None
 
 
@@ -160,7 +161,9 @@ def markdown(problem: Problem, lines: Sequence[Line]) -> str:
         rows = [row[:-1] for row in rows]
     text = table(*rows)
     command = run.command if len(run.command) <= COMMAND else run.command[: COMMAND - 4] + " ..."
-    return f"{about} ({run.utc[:10]}, {rounds} interleaved rounds, `{command}`):\n\n{text}\n"
+    old = how_old(line.row for line in lines)
+    when = run.utc[:10] + f", measured{old}" * bool(old)
+    return f"{about} ({when}, {rounds} interleaved rounds, `{command}`):\n\n{text}\n"
 
 
 def shown(lines: Sequence[Line]) -> list[Line]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -22,50 +20,72 @@ TURN_SECONDS = 0.1  # half of it is timed; behind a gate, all of it loads the GP
 MAX_LATE = 3  # rounds in which a host fell behind: then all wait behind a gate
 
 
+class Joules:
+    """Joules a call, between steps of NVML's counter, which are tens of milliseconds apart."""
+
+    def __init__(self, counter: Callable[[], float | None]) -> None:
+        self._counter = counter
+        self._joules, self._calls = 0.0, 0
+
+    def segment(self) -> Callable[[int], None]:
+        """To be told every few milliseconds of a segment of load how many of its calls are done."""
+        seen = self._counter()
+        step: tuple[float, int] | None = None
+
+        def done(calls: int) -> None:
+            nonlocal seen, step
+            joules = self._counter()
+            if joules is None or joules == seen:
+                return
+            if step is not None:
+                self._joules += joules - step[0]
+                self._calls += calls - step[1]
+            seen, step = joules, (joules, calls)
+
+        return done
+
+    @property
+    def of_a_call(self) -> float | None:
+        """None where the counter has not moved twice in a segment."""
+        return self._joules / self._calls if self._calls else None
+
+
 class Runner:
     """One contestant of a race: its chains, and what a call of it takes."""
 
     def __init__(self, timer: Timer, telemetry: Telemetry, contestant: Contestant) -> None:
-        self._timer, self._telemetry = timer, telemetry
-        self._call = contestant.call
+        self._timer, self._contestant = timer, contestant
         self._calls = timer.calls_for(contestant.call, contestant.launches)
-        self._made, self._energy_j, self.duty = 0, 0.0, 0.0
-        self._closed_s = 0.0
+        self._joules = Joules(telemetry.energy_j)
+        self.duty, self._closed_s = 0.0, 0.0
 
     def steady(self, seconds: float) -> Chain | None:
-        """A chain of the second half of `seconds`; None where the host fell behind."""
-        with self._counted():
-            steady = self._timer.steady(self._call, self._calls, seconds)
-            self._made, self.duty = self._made + steady.calls, 1.0
-        call_us = steady.call_us
+        """A chain of the second half of `seconds`; None where the host fell behind.
+
+        Raises: PipelineTimeoutError if a GPU waited in vain.
+        """
+        done = self._joules.segment() if seconds > TURN_SECONDS else None
+        call_us = self._timer.steady(self._contestant.call, self._calls, seconds, done)
+        self._contestant.check()
+        self.duty = 1.0
         return None if call_us is None else self._timer.less_floor(call_us, self._calls)
 
     def gated(self, seconds: float, duty: float = 1.0, least_s: float = 0.0) -> Chain:
-        """A chain behind a gate after `seconds` of load."""
-        with self._counted():
-            loaded = self._timer.load(self._call, self._calls, seconds, duty=duty)
-            self._made, self.duty = self._made + loaded.calls, loaded.duty
-        chain = self._timer.chain(self._call, self._calls, least_s=least_s)
+        """A chain behind a gate after `seconds` of load. Raises as `steady` does."""
+        call = self._contestant.call
+        self.duty = self._timer.load(call, self._calls, seconds, duty=duty).duty
+        chain = self._timer.chain(call, self._calls, least_s=least_s)
+        self._contestant.check()
         self._closed_s = chain.closed_s
         return chain
 
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        before = self._telemetry.energy_j()
-        yield
-        after = self._telemetry.energy_j()
-        if before is None or after is None:
-            self._energy_j = math.nan
-        else:
-            self._energy_j += after - before
-
     def state(self) -> dict[str, object]:
-        """`duty` under load; `closed_s`, how long GPUs rested before the last chain; `energy_j`,
-        joules a call of all GPUs held, pauses included, where NVML counts them.
+        """`duty` under load; `closed_s`, how long GPUs rested before the last chain; `call_j`,
+        joules a call of all GPUs held in the first turn, where NVML counts them.
         """
         state: dict[str, object] = {"duty": self.duty, "closed_s": self._closed_s}
-        if self._made and not math.isnan(self._energy_j):
-            state["energy_j"] = self._energy_j / self._made
+        if (joules := self._joules.of_a_call) is not None:
+            state["call_j"] = joules
         return state
 
 
@@ -94,7 +114,8 @@ class Rounds:
         first, *others = self._field
         made = self._turns([first], lambda runner: runner.steady(LOAD_SECONDS))
         made |= self._turns(others, lambda runner: runner.steady(NEXT_LOAD_SECONDS))
-        if None in made.values():
+        late = [i for i, chain in made.items() if chain is None]  # once may be an accident
+        if None in self._turns(late, lambda runner: runner.steady(NEXT_LOAD_SECONDS)).values():
             self._close_the_gate()
         end = time.monotonic() + FINAL_SECONDS
         for _ in range(MAX_ROUNDS):

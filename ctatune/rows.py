@@ -12,8 +12,16 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ctatune.config import AnyConfig, parse_config
+from ctatune.layout import pitch
 from ctatune.problem import Problem
-from ctatune.records import Measurement, Platform, Prediction, protocol_of
+from ctatune.records import (
+    DENSE,
+    OLDER_RACING,
+    Measurement,
+    Platform,
+    Prediction,
+    protocol_of,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +79,20 @@ class Row:
     @property
     def of_this_protocol(self) -> bool:
         """Whether it was measured as such rows are now."""
-        return self.protocol == protocol_of(self.measurement.phase)
+        phase = self.measurement.phase
+        same = self.protocol == DENSE and phase == "screen" and self._lies_as_now
+        return self.protocol == protocol_of(phase) or same
+
+    @property
+    def of_older_race(self) -> bool:
+        """Whether it is of a race by an older protocol that still counts."""
+        raced = self.measurement.phase != "screen" and self.protocol in OLDER_RACING
+        return raced and (self.protocol > DENSE or self._lies_as_now)
+
+    @property
+    def _lies_as_now(self) -> bool:
+        """Whether dense rows of its matrices begin with cache lines, as they all do now."""
+        return all(pitch(columns) == columns for columns in (self.problem.k, self.problem.h))
 
     @property
     def is_final_of_ours(self) -> bool:

@@ -19,6 +19,7 @@ import numpy as np
 from cuda.core import EventOptions
 
 from ctatune.abi import ERROR, POLL_TIMEOUT_NS, raise_poll_error
+from ctatune.errors import PipelineTimeoutError
 from ctatune.gpus import LINE_BYTES, Arena, Gpus
 
 Call = Callable[[int], None]  # enqueue one call on the operand set of that number
@@ -41,14 +42,6 @@ class Chain:
     latency_us: float
     floor_us: float
     closed_s: float = 0.0  # how long its gate held the GPUs
-
-
-class Steady(NamedTuple):
-    """Calls made without a pause, and what one of the second half took with its floor: None where
-    the host fell behind."""
-
-    calls: int
-    call_us: float | None
 
 
 class Loaded(NamedTuple):
@@ -120,8 +113,13 @@ class Timer:
     def _timed_us(self) -> float:
         """Time between the two events, when all is done."""
         self._gpus.sync()
-        for gpu, error in enumerate(self._error):
-            raise_poll_error(self._gpus, gpu, error)
+        try:
+            for gpu, error in enumerate(self._error):
+                raise_poll_error(self._gpus, gpu, error)
+        except PipelineTimeoutError:
+            for gpu, error in enumerate(self._error):  # who comes next is not to blame
+                self._gpus.fill(gpu, error, 0, ERROR.itemsize)
+            raise
         return 1e3 * (self._end - self._start)
 
     def _record(self, event: object) -> None:
@@ -143,9 +141,18 @@ class Timer:
         floor_us = self.chain_us(self._nothing, calls) / calls
         return Chain(call_us - floor_us, floor_us, closed_s)
 
-    def steady(self, call: Call, calls: int, seconds: float) -> Steady:
-        """Chains without a gate for `seconds`, each enqueued while the one before it runs; those of
-        the second half are timed together. Begins and ends with idle streams.
+    def steady(
+        self,
+        call: Call,
+        calls: int,
+        seconds: float,
+        done: Callable[[int], None] | None = None,
+    ) -> float | None:
+        """What a call takes, floor included, in microseconds: chains without a gate for `seconds`,
+        each enqueued while the one before it runs, of which the second half is timed. None where
+        the host fell behind. Begins and ends with idle streams.
+
+        `done` is told after each chain how many calls are finished.
 
         Where two chains overfill a stream the host waits for the GPUs, which have what they need.
         """
@@ -160,10 +167,12 @@ class Timer:
             before, running = running, self._marks()
             for mark in before:
                 mark.sync()
+            if done:
+                done(made)
             made, timed = made + calls, timed + calls
         self._record(self._end)
         total_us = self._timed_us()
-        return Steady(made, total_us / timed if ahead else None)
+        return total_us / timed if ahead else None
 
     def single_shot_us(self, call: Call) -> float:
         """One gated call and the join of all GPUs, floor included: median of five."""

@@ -343,6 +343,49 @@ def test_a_row_of_another_protocol_or_shape_is_a_miss(db, monkeypatch):
     assert best("513x1024x2048").note.startswith("this shape is not measured")
 
 
+def raced(db: Path, monkeypatch: pytest.MonkeyPatch, protocol: int, *trials: Any, **rest: Any):
+    """A run whose races are by a protocol."""
+    with monkeypatch.context() as then:
+        then.setattr(records, "RACING", protocol)
+        run(db, *trials, **rest)
+
+
+def test_an_older_race_stays_whole_until_ours_was_raced_anew(db, monkeypatch):
+    tp = Baseline(method="tp")
+    old = ((CONFIG, final(100.0)), (OTHER, final(140.0)), (tp, single(110.0, phase="final")))
+    raced(db, monkeypatch, 3, *old)
+    before = best()
+    assert (before.config, before.baselines) == (CONFIG, {"tp": 110.0})
+    slowed = Measurement(outcome="throttled", phase="final", detail="3 of 12 rounds are clean")
+    run(db, (CONFIG, slowed), (tp, slowed))
+    assert best() == before
+    lost = Measurement(outcome="timeout", phase="final")
+    run(db, (OTHER, lost), (tp, single(95.0, phase="final")))
+    assert best() == before
+    run(db, (OTHER, final(120.0)), (tp, single(125.0, phase="final")))
+    assert (best().config, best().baselines, best().note) == (OTHER, {"tp": 125.0}, "")
+
+
+def test_what_was_wrong_in_an_older_race_stays_wrong(db, monkeypatch):
+    raced(db, monkeypatch, 3, (CONFIG, final(90.0, outcome="wrong")), (OTHER, final(120.0)))
+    run(db, (CONFIG, final(100.0)), (OTHER, final(120.0)))
+    assert best().config == OTHER
+
+
+def test_rows_from_when_matrices_were_dense_count_where_they_lie_the_same(db, monkeypatch):
+    """Rows of 1000 columns are padded to whole cache lines, 1024 are not."""
+    ragged = replace(PROBLEM, h=1000)
+    with monkeypatch.context() as then:
+        then.setattr(records, "SCREENING", 3)
+        for problem in (PROBLEM, ragged):
+            run(db, (CONFIG, measured(50.0)), problem=problem)
+    raced(db, monkeypatch, 3, (CONFIG, final(51.0)), problem=ragged)
+    assert (best().source, best().latency_us) == ("measured", 50.0)
+    assert "protocol differs (row 3, now" in best(ragged.shape).note
+    raced(db, monkeypatch, 4, (CONFIG, final(52.0)), problem=ragged)
+    assert (best(ragged.shape).latency_us, best(ragged.shape).source) == (52.0, "measured")
+
+
 def test_races_of_the_protocol_before_count_until_there_is_one_of_this(db, monkeypatch):
     tp = Baseline(method="tp")
     with monkeypatch.context() as before:

@@ -91,7 +91,7 @@ def test_points_are_the_newest_screenings_of_today():
     variants = [
         row.measurement.latency_us
         for row in screened
-        if row.protocol == SCREENING and row.measurement.phase == "screen"
+        if row.of_this_protocol and row.measurement.phase == "screen"
     ]
     assert Point(problem, single, min(us for us in variants if us)) in points
     assert not fit.points(replace(row, protocol=0) for row in ROWS)

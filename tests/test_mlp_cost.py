@@ -107,7 +107,7 @@ def test_latency_is_that_of_bench(bench, wide, m, record_property):
         found: dict[str, list[float]] = {name: [] for name in fields}
         for i in range(15):
             for name, call in fields.items():
-                call_us = timer.steady(call, calls, 0.1 if i else 0.5).call_us
+                call_us = timer.steady(call, calls, 0.1 if i else 0.5)
                 if call_us is not None:
                     found[name].append(timer.less_floor(call_us, calls).latency_us)
     median = {name: float(np.median(times)) for name, times in found.items()}

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from ctatune import timing
-from ctatune.timing import Steady, Timer
+from ctatune.errors import PipelineTimeoutError
+from ctatune.timing import Timer
 
 
 @pytest.fixture
@@ -23,13 +24,15 @@ def steady(monkeypatch) -> Any:
     timer._timed_us = lambda: 600.0
     monkeypatch.setattr(timing.time, "monotonic", lambda: log.count("batch"))
 
-    def run(seconds: float, late: int | None = None) -> tuple[Steady, list[str]]:
+    def run(
+        seconds: float, late: int | None = None, done: Any = None
+    ) -> tuple[float | None, list[str]]:
         def marks() -> list[Any]:
             i = log.count("batch") - 1
             return [SimpleNamespace(is_done=i == late, sync=lambda: log.append(f"wait for {i}"))]
 
         timer._marks = marks
-        return timer.steady(None, 10, seconds), log
+        return timer.steady(None, 10, seconds, done), log
 
     return run
 
@@ -43,14 +46,38 @@ def test_the_second_half_is_timed_and_each_batch_is_enqueued_while_the_one_befor
         *("batch", "wait for 2"),
         "end",
     ]
-    assert found == Steady(calls=40, call_us=600.0 / 30)
+    assert found == 600.0 / 30
 
 
 @pytest.mark.parametrize(("late", "behind"), [(0, False), (1, True), (4, True), (5, False)])
 def test_a_host_that_falls_behind_matters_while_calls_are_timed(steady, late, behind):
     found, _ = steady(6.0, late)
-    assert (found.call_us is None) is behind
+    assert (found is None) is behind
 
 
 def test_a_batch_goes_ahead_and_two_are_timed_however_short_the_time(steady):
-    assert steady(0.0)[0] == Steady(calls=30, call_us=600.0 / 20)
+    assert steady(0.0)[0] == 600.0 / 20
+
+
+def test_it_tells_how_many_calls_are_finished(steady):
+    told: list[int] = []
+    steady(4.0, done=told.append)
+    assert told == [0, 10, 20, 30]
+
+
+def test_a_contestant_that_timed_out_leaves_no_error_for_the_next(monkeypatch):
+    errors = {0: 0, 1: 7}
+
+    def raise_poll_error(_gpus: Any, gpu: int, _pointer: int) -> None:
+        if errors[gpu]:
+            raise PipelineTimeoutError("waited in vain")
+
+    monkeypatch.setattr(timing, "raise_poll_error", raise_poll_error)
+    timer: Any = object.__new__(Timer)
+    timer._gpus = SimpleNamespace(
+        sync=lambda: None, fill=lambda gpu, _pointer, byte, _nbytes: errors.update({gpu: byte})
+    )
+    timer._error, timer._start, timer._end = [1, 2], 0.0, 0.5
+    with pytest.raises(PipelineTimeoutError):
+        timer._timed_us()
+    assert timer._timed_us() == 500.0
