@@ -18,7 +18,6 @@ from ctatune.fit import Point, is_held_out
 from ctatune.latency import estimate
 from ctatune.machine_model import DEFAULT_PLATFORM, document, load, model_of
 from ctatune.problem import Problem
-from ctatune.records import SCREENING
 from ctatune.refit import refit
 from ctatune.seed import shipped_rows
 from ctatune.space import default_config, default_pipeline
