@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ctatune.config import AnyConfig
+from ctatune.config import OWN_KERNEL, AnyConfig
 from ctatune.errors import NoAnswer, UsageError
 from ctatune.known import (
     alike,
@@ -38,7 +38,8 @@ class Choice:
     """The config to run for a problem. Latencies in microseconds a call.
 
     `source` says how `latency_us` and `baselines` are known; only `measured` ones were observed,
-    those of a final all in the same run. `note` says what a person should know about the answer.
+    those of a final all in the same run. `note` says what a person should know about the answer,
+    `evidence` when and on what a measured one was observed.
     """
 
     shape: str
@@ -55,6 +56,7 @@ class Choice:
     verified: bool
     baselines: dict[str, float] = field(default_factory=dict)
     note: str = ""
+    evidence: dict[str, str | int | None] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `json.dumps`."""
@@ -156,7 +158,23 @@ def _measured(
         verified=True,
         baselines={row.config.method: _latency_us(row) for row in reversed(rivals)},
         note="; ".join(filter(None, [*notes, origin])),
+        evidence=_evidence(won),
     )
+
+
+def _evidence(row: Row) -> dict[str, str | int | None]:
+    platform, measured = row.platform, row.measurement
+    return {
+        "phase": measured.phase,
+        "utc": row.run.utc,
+        "rounds": len(measured.samples_us),
+        "protocol": row.protocol,
+        "kernel": row.kernel_hash if row.config.method in OWN_KERNEL else None,
+        "gpu": platform.gpu,
+        "link": platform.link,
+        "driver": platform.driver,
+        "power_limit_w": platform.power_limit_w,
+    }
 
 
 def _why_no_kernel(problem: Problem, same: Sequence[Row], failed: set[AnyConfig]) -> str | None:

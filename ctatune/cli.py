@@ -214,6 +214,10 @@ def _print_choice(choice: Any) -> None:
     click.echo(f"  {choice.config}")
     between = " ({:.1f} .. {:.1f})".format(*choice.interval_us) if choice.interval_us else ""
     click.echo(f"  {choice.latency_us:.1f} us{between}, {choice.source}")
+    if known := choice.evidence:
+        how = "raced" if known["phase"] == "final" else "screened"
+        text = "{rounds} rounds, protocol {protocol}, {gpu} {power_limit_w} W, driver {driver}"
+        click.echo(f"  {how} {str(known['utc'])[:10]}, {text.format(**known)}")
     for method, latency_us in choice.baselines.items():
         if method != choice.method:
             ratio = choice.latency_us / latency_us

@@ -73,7 +73,7 @@ class Runner:
     def gated(self, seconds: float, duty: float = 1.0, least_s: float = 0.0) -> Chain:
         """A chain behind a gate after `seconds` of load. Raises as `steady` does."""
         call = self._contestant.call
-        self.duty = self._timer.load(call, self._calls, seconds, duty=duty).duty
+        self.duty = self._timer.load(call, self._calls, seconds, duty=duty, least_s=least_s).duty
         chain = self._timer.chain(call, self._calls, least_s=least_s)
         self._contestant.check()
         self._closed_s = chain.closed_s

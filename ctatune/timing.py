@@ -179,13 +179,19 @@ class Timer:
         return float(np.median([self.chain_us(call, 1) for _ in range(5)]))
 
     def load(
-        self, call: Call, calls: int, seconds: float = LOAD_SECONDS, *, duty: float = 1.0
+        self,
+        call: Call,
+        calls: int,
+        seconds: float = LOAD_SECONDS,
+        *,
+        duty: float = 1.0,
+        least_s: float = 0.0,
     ) -> Loaded:
         """Keep the GPUs busy with the method until clocks have settled, `duty` of the time at most.
 
         A batch of calls is enqueued while the one before runs, so that the host hides behind the
-        GPUs. What a batch takes of them says a gated one at the end, at the clock of then. Begins
-        and ends with idle streams.
+        GPUs. What a batch takes of them says one at the end, at the clock of then, behind a gate
+        that is closed for `least_s` at least. Begins and ends with idle streams.
         """
         batch_us = self.chain_us(call, calls, dependent=False)
         batches, running, begin = 0, None, time.monotonic()
@@ -202,7 +208,8 @@ class Timer:
                 time.sleep(max(0.0, 1e-6 * batches * batch_us / duty - elapsed))
         self._gpus.sync()
         elapsed = time.monotonic() - begin
-        busy = 1e-6 * batches * self.chain_us(call, calls, dependent=False)
+        batch_us, _ = self._gated(call, calls, dependent=False, least_s=least_s)
+        busy = 1e-6 * batches * batch_us
         return Loaded(calls * (batches + 2), min(1.0, busy / elapsed))
 
     def _marks(self) -> list[Any]:

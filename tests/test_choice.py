@@ -97,6 +97,10 @@ def test_the_fastest_measured_config_is_the_answer(db):
     assert (choice.config, choice.latency_us, choice.interval_us) == (OTHER, 110.0, (99.0, 101.0))
     assert (choice.source, choice.verified, choice.method) == ("measured", True, "cta")
     assert (choice.baselines, choice.platform) == ({"single": 150.0}, HERE.name)
+    assert choice.evidence["phase"] == "screen"
+    assert choice.evidence["rounds"] == 5
+    assert choice.evidence["kernel"] == jit.kernel_hash()
+    assert choice.evidence["driver"] == HERE.driver
     written = json.loads(json.dumps(choice.to_json()))
     assert parse_config(json.dumps(written["config"])) == OTHER
     assert written["config"]["ctas"] == 0  # whole, with what is default

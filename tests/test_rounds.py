@@ -34,8 +34,9 @@ class FakeTimer:
     def less_floor(self, call_us: float, _: int) -> Chain:
         return Chain(call_us, 5.0)
 
-    def load(self, call: Any, calls: int, seconds: float, *, duty: float) -> Loaded:
+    def load(self, call: Any, calls: int, seconds: float, *, duty: float, least_s: float) -> Loaded:
         self.loads.append((call, duty))
+        self.closed_s.append(least_s)
         return Loaded(calls * round(10 * seconds), 0.7 if call == "late" else duty)
 
     def chain(self, call: Any, _: int, *, least_s: float) -> Chain:
@@ -82,7 +83,7 @@ def test_behind_a_gate_all_rest_and_load_as_the_slowest_host_does():
     first, rest = timer.loads[:3], timer.loads[3:]
     assert first == [(name, 1.0) for name in ("fast", "late", "slow")]
     assert {duty for _, duty in rest} == {0.7}
-    assert set(timer.closed_s[3:]) == {0.006}
+    assert set(timer.closed_s[6:]) == {0.006}  # before and after the load
     assert {runner.state()["closed_s"] for runner in runners} == {0.006}
 
 
