@@ -41,13 +41,13 @@ def main() -> None:
                 timer = Timer(bench.gpus, arena)
                 calls = timer.calls_for(method.call)
                 timer.load(method.call, calls, SECONDS / 2)
-                before, begin = telemetry.energy_j(), time.monotonic()
+                before, begin = telemetry.energies_j(), time.monotonic()
                 loaded = timer.load(method.call, calls, SECONDS)
                 seconds = time.monotonic() - begin
-                after = telemetry.energy_j()
-                if before is None or after is None:
+                after = telemetry.energies_j()
+                if not before or not after:
                     sys.exit("NVML counts no energy on this GPU")
-                joules = after - before
+                joules = sum(after) - sum(before)
                 print(
                     f"{shape} {1e3 * joules / loaded.calls:8.2f} mJ "
                     f"{1e6 * seconds / loaded.calls:8.1f} us {joules / seconds:4.0f} W "

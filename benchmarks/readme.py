@@ -58,7 +58,7 @@ def cell(line: race.Line | None, ours: race.Line) -> str:
 def loaded(ours: race.Line) -> str:
     """The part of the time in which the GPUs worked while the race loaded them."""
     state = ours.row.measurement.gpu_state
-    gate = ", gate" * bool(state.get("closed_s", state.get("duty") != 1.0))
+    gate = ", gate" * bool(state.get("closed_s", True))
     return f"{state['duty']:.0%}{gate}" if "duty" in state else ""
 
 

@@ -75,7 +75,7 @@ def choose(problem: Problem, db: Path | None, platform: str | None) -> Choice:
     user = user_rows(db or default_path(), problem)
     wanted = wanted_of(problem, platform_of(user, platform))
     ours, theirs = alike(user.of_tokens(problem.m), wanted), alike(shipped(problem.shape), wanted)
-    failed = _failed([*ours, *theirs])
+    failed = failed_in([*ours, *theirs])
     no_kernel = _why_no_kernel(problem, [*ours, *theirs], failed)
     for phase in ("final", "screen"):
         for same, note in ((ours, ""), (theirs, "from the shipped measurements")):
@@ -87,7 +87,7 @@ def choose(problem: Problem, db: Path | None, platform: str | None) -> Choice:
     return _computed(problem, wanted, near, user.predictions, failed, why)
 
 
-def _failed(same: Sequence[Row]) -> set[AnyConfig]:
+def failed_in(same: Sequence[Row]) -> set[AnyConfig]:
     """Configs that were ever wrong, or whose newest row is a failure.
 
     A final that nobody finished (the measuring process was lost) says nothing about a config.

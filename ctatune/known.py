@@ -144,14 +144,20 @@ def how_old(rows: Iterable[Row]) -> str:
 def alike(rows: Sequence[Row], wanted: dict[str, Any]) -> list[Row]:
     """The rows of the identity that is wanted. What an older version of our kernel or of the
     protocol measured counts until the present one screened the same config, or raced any of ours.
-    A wrong result of the present kernel counts for ever."""
+    A wrong result of the present kernel counts while its protocol does."""
     found = [row for row in rows if not differences(row, wanted)]
     present = [row for row in found if not is_older(row)]
-    screened = {(row.problem, row.config) for row in present if row.measurement.phase == "screen"}
+    screened = {
+        (row.problem, row.config)
+        for row in present
+        if row.measurement.phase == "screen" and row.measurement.outcome != "throttled"
+    }
     raced = {row.problem for row in present if row.is_final_of_ours}
 
     def is_past(row: Row) -> bool:
-        if row.measurement.outcome == "wrong" and not _is_older_kernel(row):
+        proof = row.measurement.verification
+        disproved = row.measurement.outcome == "wrong" and not (proof and proof.passed)
+        if disproved and not _is_older_kernel(row):
             return False
         if row.measurement.phase == "screen":
             return (row.problem, row.config) in screened

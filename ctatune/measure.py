@@ -20,7 +20,7 @@ from ctatune.jit import CompileError
 from ctatune.limits import why_invalid
 from ctatune.problem import Problem
 from ctatune.records import Measurement, Outcome, Phase, Platform, Verification
-from ctatune.rounds import MIN_ROUNDS, NEXT_LOAD_SECONDS, Rounds, Runner
+from ctatune.rounds import MIN_ROUNDS, NEXT_LOAD_SECONDS, Rounds
 from ctatune.stats import median_interval
 from ctatune.telemetry import Telemetry
 from ctatune.timing import Chain, Timer
@@ -127,16 +127,17 @@ class Bench:
             if field:
                 before = self._telemetry.read()
                 timer = Timer(self.gpus, arena)
-                runners = {i: Runner(timer, self._telemetry, c) for i, (c, _) in field.items()}
-                rounds = Rounds(runners, self._telemetry, seed)
+                contestants = {i: contestant for i, (contestant, _) in field.items()}
+                rounds = Rounds(contestants, timer, self._telemetry, seed)
                 rounds.run()
                 state = self._telemetry.state(before, self._telemetry.read())
                 for i, (contestant, proof) in field.items():
-                    own = state | runners[i].state()
                     results[i] = (
                         Measurement(outcome="timeout", phase="final", detail=rounds.lost[i])
                         if i in rounds.lost
-                        else _timed(contestant, proof, "final", rounds.chains[i], own)
+                        else _timed(
+                            contestant, proof, "final", rounds.chains[i], state | rounds.state(i)
+                        )
                     )
         return [results[i] for i in range(len(configs))]
 

@@ -8,21 +8,22 @@ the columns of the next GPU), and its mix and the axis of `down` must be those o
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 from ctatune import answers
-from ctatune.choice import Choice
-from ctatune.config import Config, DownAxis
+from ctatune.choice import Choice, failed_in
+from ctatune.config import AnyConfig, Config, DownAxis
 from ctatune.errors import NoAnswer, UsageError
 from ctatune.known import stored_rows
 from ctatune.layout import pitch
 from ctatune.limits import default_split, why_invalid
 from ctatune.problem import Problem
 from ctatune.records import Source
+from ctatune.rows import Row
 from ctatune.schedule import Columns, layer_columns, split_columns, w_down_held
 from ctatune.space import candidates, default_config
 
@@ -61,7 +62,8 @@ class Plans:
     ) -> None:
         self._problem, self._choice, self._db = problem, choice, db
         self._platform = platform or (choice.platform if choice else None)
-        self._of_bucket: dict[int, list[Plan]] = {}
+        # By tokens, and what failed there.
+        self._of_bucket: dict[int, tuple[list[Plan], set[AnyConfig]]] = {}
         self._warned = False
         given = choice.config if choice else None
         if isinstance(given, Config):
@@ -113,16 +115,21 @@ class Plans:
         if self._choice and self._choice.shape == problem.shape:
             m = problem.m
         if m not in self._of_bucket:
-            self._of_bucket[m] = list(self._known(replace(problem, m=m)))
-        for plan in self._of_bucket[m]:
+            rows = stored_rows(replace(problem, m=m), self._db, self._platform).rows
+            given = {self._choice.config} if self._choice else set()
+            failed = failed_in(rows) - given
+            plans = [p for p in self._known(replace(problem, m=m), rows) if p.config not in failed]
+            self._of_bucket[m] = plans, failed
+        plans, failed = self._of_bucket[m]
+        for plan in plans:
             moved = plan if m == problem.m else _for_others(plan, m)
             # Tiles that go in pairs need an even number of tile rows: the same tiles without.
             for config in (plan.config, replace(plan.config, multicast=False)):
-                if self._fits(problem, config):
+                if config not in failed and self._fits(problem, config):
                     yield replace(moved, config=config)
         for default in chain([default_config(problem)], candidates(problem)):
             config = replace(default, **self._way._asdict())
-            if self._fits(problem, config):
+            if config not in failed and self._fits(problem, config):
                 yield Plan(config=config, source="predicted", note="a default of the search space")
 
     def _fits(self, problem: Problem, config: Config) -> bool:
@@ -134,16 +141,15 @@ class Plans:
                 return False
         return why_invalid(config, problem) is None
 
-    def _known(self, problem: Problem) -> Iterator[Plan]:
-        """The answer for a problem, then our other configs that were measured: those that raced,
-        then those that were screened, each the fastest first."""
+    def _known(self, problem: Problem, rows: Sequence[Row]) -> Iterator[Plan]:
+        """The answer for a problem, then our other configs that were measured (`rows`): those that
+        raced, then those that were screened, each the fastest first."""
         answer = self._answer(problem)
         instead = ""
         if answer is not None and isinstance(answer.config, Config):
             yield Plan(config=answer.config, source=answer.source, note=answer.note)
         elif answer is not None:
             instead = f"the answer, {answer.config}, is not our kernel; "
-        rows = stored_rows(problem, self._db, self._platform).rows
         good = [row for row in rows if row.good and isinstance(row.config, Config)]
         good.sort(
             key=lambda row: (row.measurement.phase != "final", row.measurement.latency_us or 0.0)

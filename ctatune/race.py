@@ -61,11 +61,13 @@ class Control:
 
 
 def newest(rows: Sequence[Row]) -> list[Row]:
-    """The finals of the newest race that has a rival, or of the newest one: rows of one run and
-    equally many rounds, one a config."""
+    """The finals of the newest race of ours against a rival, else with a rival, else of the newest
+    one: rows of one run and equally many rounds, one a config."""
     good = [r for r in rows if r.measurement.phase == "final" and r.measurement.timed]
-    last = max(filter(_is_rival, good), key=lambda row: row.age, default=None)
-    last = last or max(good, key=lambda row: row.age, default=None)
+    with_ours = {r.run.utc for r in good if r.config.method == "cta"}
+    rivals = [r for r in good if _is_rival(r)]
+    against = [r for r in rivals if r.run.utc in with_ours]
+    last = max(against or rivals or good, key=lambda row: row.age, default=None)
     if last is None:
         return []
     race = [r for r in good if r.run == last.run and _rounds(r) == _rounds(last)]

@@ -21,33 +21,37 @@ MAX_LATE = 3  # rounds in which a host fell behind: then all wait behind a gate
 
 
 class Joules:
-    """Joules a call, between steps of NVML's counter, which are tens of milliseconds apart."""
+    """Joules a call, between steps of NVML's counter of each GPU, tens of milliseconds apart."""
 
-    def __init__(self, counter: Callable[[], float | None]) -> None:
-        self._counter = counter
-        self._joules, self._calls = 0.0, 0
+    def __init__(self, counters: Callable[[], list[float]]) -> None:
+        self._counters = counters
+        self._joules: list[float] = []
+        self._calls: list[int] = []
 
     def segment(self) -> Callable[[int], None]:
         """To be told every few milliseconds of a segment of load how many of its calls are done."""
-        seen = self._counter()
-        step: tuple[float, int] | None = None
+        seen = self._counters()
+        steps: list[tuple[float, int] | None] = [None for _ in seen]
+        self._joules = self._joules or [0.0 for _ in seen]
+        self._calls = self._calls or [0 for _ in seen]
 
         def done(calls: int) -> None:
-            nonlocal seen, step
-            joules = self._counter()
-            if joules is None or joules == seen:
-                return
-            if step is not None:
-                self._joules += joules - step[0]
-                self._calls += calls - step[1]
-            seen, step = joules, (joules, calls)
+            for gpu, joules in enumerate(self._counters()):
+                if joules == seen[gpu]:
+                    continue
+                if step := steps[gpu]:
+                    self._joules[gpu] += joules - step[0]
+                    self._calls[gpu] += calls - step[1]
+                seen[gpu], steps[gpu] = joules, (joules, calls)
 
         return done
 
     @property
     def of_a_call(self) -> float | None:
-        """None where the counter has not moved twice in a segment."""
-        return self._joules / self._calls if self._calls else None
+        """Of all GPUs; None where a counter has not moved twice in a segment."""
+        if not self._calls or not all(self._calls):
+            return None
+        return sum(j / calls for j, calls in zip(self._joules, self._calls, strict=True))
 
 
 class Runner:
@@ -56,15 +60,16 @@ class Runner:
     def __init__(self, timer: Timer, telemetry: Telemetry, contestant: Contestant) -> None:
         self._timer, self._contestant = timer, contestant
         self._calls = timer.calls_for(contestant.call, contestant.launches)
-        self._joules = Joules(telemetry.energy_j)
+        self._joules = Joules(telemetry.energies_j)
         self.duty, self._closed_s = 0.0, 0.0
 
-    def steady(self, seconds: float) -> Chain | None:
-        """A chain of the second half of `seconds`; None where the host fell behind.
+    def steady(self, seconds: float, *, counted: bool = False) -> Chain | None:
+        """A chain of the second half of `seconds`; None where the host fell behind. Joules are
+        `counted` if so.
 
         Raises: PipelineTimeoutError if a GPU waited in vain.
         """
-        done = self._joules.segment() if seconds > TURN_SECONDS else None
+        done = self._joules.segment() if counted else None
         call_us = self._timer.steady(self._contestant.call, self._calls, seconds, done)
         self._contestant.check()
         self.duty = 1.0
@@ -102,36 +107,48 @@ class Rounds:
     After `run`, `chains` are those of each, and `lost` says who left on the way, and why.
     """
 
-    def __init__(self, field: dict[int, Runner], telemetry: Telemetry, seed: int) -> None:
-        self._field, self._telemetry = field, telemetry
+    def __init__(
+        self, contestants: dict[int, Contestant], timer: Timer, telemetry: Telemetry, seed: int
+    ) -> None:
+        self._telemetry = telemetry
         self._order = np.random.default_rng(seed)
-        self.chains: dict[int, list[Chain]] = {i: [] for i in field}
+        self._field: dict[int, Runner] = {}
         self.lost: dict[int, str] = {}
+        for i, contestant in contestants.items():
+            try:
+                self._field[i] = Runner(timer, telemetry, contestant)
+            except PipelineTimeoutError as error:  # in its first chain
+                self.lost[i] = str(error)
+        self.chains: dict[int, list[Chain]] = {i: [] for i in contestants}
         self._take: Turn = lambda runner: runner.steady(TURN_SECONDS)
         self._late = 0
 
+    def state(self, i: int) -> dict[str, object]:
+        """What `Runner.state` says of a contestant that was not lost."""
+        return self._field[i].state()
+
     def run(self) -> None:
-        first, *others = self._field
-        made = self._turns([first], lambda runner: runner.steady(LOAD_SECONDS))
-        made |= self._turns(others, lambda runner: runner.steady(NEXT_LOAD_SECONDS))
+        first, others = list(self._field)[:1], list(self._field)[1:]
+        made = self._turns(first, lambda runner: runner.steady(LOAD_SECONDS, counted=True))
+        made |= self._turns(others, lambda runner: runner.steady(NEXT_LOAD_SECONDS, counted=True))
         late = [i for i, chain in made.items() if chain is None]  # once may be an accident
         if None in self._turns(late, lambda runner: runner.steady(NEXT_LOAD_SECONDS)).values():
             self._close_the_gate()
         end = time.monotonic() + FINAL_SECONDS
-        for _ in range(MAX_ROUNDS):
-            self._round()
+        for left in range(MAX_ROUNDS, 0, -1):
+            self._round(left)
             kept = {i: self.chains[i] for i in self._here}
             if min(map(len, kept.values()), default=MIN_ROUNDS) < MIN_ROUNDS:
                 continue
             if time.monotonic() > end or _told_apart(kept):
                 break
 
-    def _round(self) -> None:
+    def _round(self, left: int) -> None:
         made = self._turns(self._order.permutation(self._here).tolist(), self._take)
         chains = {i: chain for i, chain in made.items() if chain}
         if len(chains) < len(made):
             self._late += 1
-            if self._late == MAX_LATE:
+            if self._late == MAX_LATE and left > MIN_ROUNDS:
                 self._close_the_gate()
         elif not self._telemetry.marks(self._telemetry.read()):
             for i, chain in chains.items():
@@ -156,7 +173,7 @@ class Rounds:
         duty = min((self._field[i].duty for i in made), default=1.0)
         closed_s = max((chain.closed_s for chain in made.values() if chain), default=0.0)
         self._take = lambda runner: runner.gated(TURN_SECONDS, duty, closed_s)
-        self.chains = {i: [] for i in self._field}
+        self.chains = {i: [] for i in self.chains}
 
 
 def _told_apart(rounds: dict[int, list[Chain]]) -> bool:

@@ -71,13 +71,13 @@ class Telemetry:
         """One reading a GPU."""
         return [_read(handle) for handle in self._handles]
 
-    def energy_j(self) -> float | None:
-        """Energy that all GPUs took since the driver was loaded; None where NVML does not count."""
+    def energies_j(self) -> list[float]:
+        """Energy that each GPU took since the driver was loaded; none where NVML does not count."""
         try:
-            mj = sum(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in self._handles)
+            mj = [pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in self._handles]
         except pynvml.NVMLError:
-            return None
-        return mj / 1000
+            return []
+        return [each / 1000 for each in mj]
 
     def marks(self, readings: Sequence[Reading]) -> list[str]:
         """What forbids that a number taken at these readings serves; empty when nothing does."""

@@ -371,13 +371,31 @@ def test_an_older_race_stays_whole_until_ours_was_raced_anew(db, monkeypatch):
 
 
 def test_what_was_wrong_in_an_older_race_stays_wrong(db, monkeypatch):
-    raced(db, monkeypatch, 3, (CONFIG, final(90.0, outcome="wrong")), (OTHER, final(120.0)))
+    bad = final(90.0, outcome="wrong", verification=None)
+    raced(db, monkeypatch, 3, (CONFIG, bad), (OTHER, final(120.0)))
     run(db, (CONFIG, final(100.0)), (OTHER, final(120.0)))
     assert best().config == OTHER
 
 
+def test_what_was_slowed_down_or_badly_timed_bans_nothing(db, monkeypatch):
+    monkeypatch.setattr(jit, "equal_kernels", lambda: frozenset({"0ld"}))
+    run(db, (CONFIG, replace(OLD, latency_us=50.0)), kernel="0ld")
+    run(db, (CONFIG, Measurement(outcome="throttled", kernel=measured().kernel)))
+    assert (best().source, best().latency_us) == ("measured", 50.0)
+    fault = final(1.0, outcome="wrong", detail="timing fault")  # its verification passed
+    raced(db, monkeypatch, 3, (CONFIG, fault), (OTHER, final(90.0)))
+    run(db, (CONFIG, final(80.0)), (OTHER, final(90.0)))
+    assert (best().config, best().latency_us) == (CONFIG, 80.0)
+
+
+def test_evidence_names_a_kernel_only_where_it_is_ours(db):
+    run(db, (CONFIG, final(100.0)), (Baseline(method="tp"), single(60.0, phase="final")))
+    assert (best().method, best().evidence["kernel"]) == ("tp", None)
+    assert best().evidence["phase"] == "final"
+
+
 def test_rows_from_when_matrices_were_dense_count_where_they_lie_the_same(db, monkeypatch):
-    """Rows of 1000 columns are padded to whole cache lines, 1024 are not."""
+    """Rows of 1000 columns are padded to whole cache lines, 1024 fill them."""
     ragged = replace(PROBLEM, h=1000)
     with monkeypatch.context() as then:
         then.setattr(records, "SCREENING", 3)
@@ -388,6 +406,11 @@ def test_rows_from_when_matrices_were_dense_count_where_they_lie_the_same(db, mo
     assert "protocol differs (row 3, now" in best(ragged.shape).note
     raced(db, monkeypatch, 4, (CONFIG, final(52.0)), problem=ragged)
     assert (best(ragged.shape).latency_us, best(ragged.shape).source) == (52.0, "measured")
+    wide = replace(PROBLEM, k=1000)  # X is dense, the rows of W_up are not
+    with monkeypatch.context() as then:
+        then.setattr(records, "SCREENING", 3)
+        run(db, (CONFIG, measured(50.0)), problem=wide)
+    assert best(wide.shape).source != "measured"
 
 
 def test_races_of_the_protocol_before_count_until_there_is_one_of_this(db, monkeypatch):

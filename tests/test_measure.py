@@ -30,7 +30,7 @@ def test_one_reference_serves_until_problem_or_seed_changes(monkeypatch):
     assert len(closed) == 3  # before each new one, the memory of the old one was given back
 
 
-def test_energy_is_of_all_gpus_and_absent_where_nvml_does_not_count(monkeypatch):
+def test_energy_is_of_each_gpu_and_absent_where_nvml_does_not_count(monkeypatch):
     def count_mj(handle: int) -> int:
         if handle == 7:
             raise telemetry.pynvml.NVMLError(3)  # not supported
@@ -39,6 +39,6 @@ def test_energy_is_of_all_gpus_and_absent_where_nvml_does_not_count(monkeypatch)
     monkeypatch.setattr(telemetry.pynvml, "nvmlDeviceGetTotalEnergyConsumption", count_mj)
     held: Any = object.__new__(telemetry.Telemetry)
     held._handles = [2, 3]
-    assert held.energy_j() == 5.0
+    assert held.energies_j() == [2.0, 3.0]
     held._handles = [2, 7]
-    assert held.energy_j() is None
+    assert held.energies_j() == []

@@ -54,6 +54,17 @@ def test_measured_tokens_run_what_was_measured():
     assert (plan.config, plan.source) == (answer.config, "measured")
 
 
+def test_what_failed_is_not_run(monkeypatch):
+    """Neither what was measured beside it nor a default, and other tiles are found."""
+    first = quiet(plans_of(WIDE), 64).config
+    monkeypatch.setattr(plans, "failed_in", lambda _: {first, default_config(replace(WIDE, m=64))})
+    second = quiet(plans_of(WIDE), 64).config
+    assert second not in (first, default_config(replace(WIDE, m=64)))
+    answer = answers.best("64x8192x8192", gpus=2, db=NO_DB)
+    given = replace(answer, config=first)
+    assert quiet(plans_of(WIDE, given), 64).config == first  # whoever asks for it gets it
+
+
 def test_other_tokens_run_the_next_power_of_two_and_say_so_once():
     found = plans_of(WIDE)
     with pytest.warns(UserWarning, match="60x8192x8192x8192: neighbour, as 64 tokens"):

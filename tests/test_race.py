@@ -96,6 +96,13 @@ def test_the_newest_run_with_rivals_is_shown():
     assert race.compare([]) == []
 
 
+def test_the_newest_race_is_one_of_ours_if_there_is_any():
+    old = [row(CTA, DRIFT, 1), row(TP, DRIFT, 1)]
+    lost = [row(TP, DRIFT, 2)]  # ours timed out
+    assert race.newest([*old, *lost]) == race.newest(old)
+    assert race.newest(lost) == lost
+
+
 def test_a_race_is_of_one_number_of_rounds_and_positive_latencies():
     longer = DRIFT + DRIFT
     rows = [row(CTA, DRIFT), row(TP, DRIFT), row(CTA, longer), row(TP, longer)]

@@ -81,3 +81,21 @@ def test_a_contestant_that_timed_out_leaves_no_error_for_the_next(monkeypatch):
     with pytest.raises(PipelineTimeoutError):
         timer._timed_us()
     assert timer._timed_us() == 500.0
+
+
+def test_the_gate_at_the_end_of_a_load_is_closed_as_long_as_it_is_told(monkeypatch):
+    closed: list[float] = []
+    timer: Any = object.__new__(Timer)
+    timer._gpus = SimpleNamespace(sync=lambda: None)
+    timer._marks = list
+    monkeypatch.setattr(timing.time, "monotonic", iter(range(1000)).__next__)
+
+    def gated(_call: Any, calls: int, *, dependent: bool, least_s: float = 0.0):
+        assert not dependent
+        closed.append(least_s)
+        return 1e5 * calls, 0.0
+
+    timer._gated = gated
+    loaded = timer.load(lambda _: None, 10, 5.0, least_s=0.006)
+    assert closed == [0.0, 0.006]
+    assert 0 < loaded.duty <= 1
