@@ -13,7 +13,7 @@ import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from cuda.bindings import driver
@@ -48,6 +48,15 @@ def check(result: tuple[Any, ...]) -> Any:
     if status != driver.CUresult.CUDA_SUCCESS:
         raise DeviceError(f"the CUDA driver answered {status.name}")
     return values[0] if len(values) == 1 else values or None
+
+
+class Box(NamedTuple):
+    """Rows, the bytes of each, and the bytes from one to the next where they are and will be."""
+
+    rows: int
+    row_bytes: int
+    source_pitch: int
+    pitch: int
 
 
 class Arena:
@@ -215,18 +224,8 @@ class Gpus:
         """Enqueue a copy between any two GPUs by a copy engine."""
         check(driver.cuMemcpyAsync(to, source, nbytes, stream.handle))
 
-    def copy_box(
-        self,
-        gpu: int,
-        to: int,
-        source: int,
-        box: tuple[int, int],
-        pitches: tuple[int, int],
-        *,
-        on_host: bool,
-    ) -> None:
-        """Enqueue a copy of `box` (rows, bytes of each) on the host or on any GPU to memory of
-        `gpu`; `pitches` are the bytes from a row to the next there and here."""
+    def copy_box(self, gpu: int, to: int, source: int, box: Box, *, on_host: bool) -> None:
+        """Enqueue a copy of a box on the host or on any GPU to memory of `gpu`."""
         what = driver.CUDA_MEMCPY2D()
         types = driver.CUmemorytype
         if on_host:
@@ -234,8 +233,7 @@ class Gpus:
         else:
             what.srcMemoryType, what.srcDevice = types.CU_MEMORYTYPE_UNIFIED, source
         what.dstMemoryType, what.dstDevice = types.CU_MEMORYTYPE_DEVICE, to
-        what.Height, what.WidthInBytes = box
-        what.srcPitch, what.dstPitch = pitches
+        what.Height, what.WidthInBytes, what.srcPitch, what.dstPitch = box
         self.use(gpu)
         check(driver.cuMemcpy2DAsync(what, self.streams[gpu].handle))
 

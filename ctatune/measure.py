@@ -131,14 +131,11 @@ class Bench:
                 rounds = Rounds(contestants, timer, self._telemetry, seed)
                 rounds.run()
                 state = self._telemetry.state(before, self._telemetry.read())
-                for i, (contestant, proof) in field.items():
-                    results[i] = (
-                        Measurement(outcome="timeout", phase="final", detail=rounds.lost[i])
-                        if i in rounds.lost
-                        else _timed(
-                            contestant, proof, "final", rounds.chains[i], state | rounds.state(i)
-                        )
-                    )
+                for i, lost in rounds.lost.items():
+                    results[i] = Measurement(outcome="timeout", phase="final", detail=lost)
+                for i in field.keys() - rounds.lost.keys():
+                    own = state | rounds.state(i)
+                    results[i] = _timed(*field[i], "final", rounds.chains[i], own)
         return [results[i] for i in range(len(configs))]
 
     def proves(self, problem: Problem, config: Config, *, skip_wait: bool = False) -> bool:

@@ -7,7 +7,6 @@ calls that were made last: a caller's allocator gives the same pointers again an
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from ctatune.abi import ERROR, Argument
 from ctatune.arguments import tokens_of
 from ctatune.arrays import GpuArray, Place, View
 from ctatune.errors import UsageError
-from ctatune.gpus import Arena
+from ctatune.gpus import Arena, Box
 from ctatune.kernel import Kernel
 from ctatune.launch import Operands, PlacedSchedule, Workspace
 from ctatune.layout import pitch
@@ -104,14 +103,14 @@ class Placement:
 
     def _part(self, gpu: int, whole: View, rows: Columns, columns: Columns) -> int:
         """Rows and columns of a weight, copied to `gpu` of this process; 0 when there are none."""
-        box = rows.width, columns.width * BF16_BYTES
-        if not math.prod(box):
+        bytes_of = (BF16_BYTES * n for n in (columns.width, whole.shape[1], pitch(columns.width)))
+        box = Box(rows.width, *bytes_of)
+        if not box.rows * box.row_bytes:
             return 0
         gpus = self._shared.gpus
-        there, here = whole.shape[1] * BF16_BYTES, pitch(columns.width) * BF16_BYTES
-        pointer = self._arena.alloc(gpu, rows.width * here)
-        source = whole.pointer + rows.start * there + columns.start * BF16_BYTES
-        gpus.copy_box(gpu, pointer, source, box, (there, here), on_host=whole.gpu is None)
+        pointer = self._arena.alloc(gpu, box.rows * box.pitch)
+        source = whole.pointer + rows.start * box.source_pitch + columns.start * BF16_BYTES
+        gpus.copy_box(gpu, pointer, source, box, on_host=whole.gpu is None)
         gpus.wait(gpu)
         return pointer
 

@@ -115,11 +115,7 @@ class Plans:
         if self._choice and self._choice.shape == problem.shape:
             m = problem.m
         if m not in self._of_bucket:
-            rows = stored_rows(replace(problem, m=m), self._db, self._platform).rows
-            given = {self._choice.config} if self._choice else set()
-            failed = failed_in(rows) - given
-            plans = [p for p in self._known(replace(problem, m=m), rows) if p.config not in failed]
-            self._of_bucket[m] = plans, failed
+            self._of_bucket[m] = self._looked_up(replace(problem, m=m))
         plans, failed = self._of_bucket[m]
         for plan in plans:
             moved = plan if m == problem.m else _for_others(plan, m)
@@ -140,6 +136,12 @@ class Plans:
             if any(part.stop % tile.n and part.stop != layer.outputs for part in own):
                 return False
         return why_invalid(config, problem) is None
+
+    def _looked_up(self, problem: Problem) -> tuple[list[Plan], set[AnyConfig]]:
+        """What is known for a problem, and what failed there, unless the caller has chosen it."""
+        rows = stored_rows(problem, self._db, self._platform).rows
+        failed = failed_in(rows) - ({self._choice.config} if self._choice else set())
+        return [plan for plan in self._known(problem, rows) if plan.config not in failed], failed
 
     def _known(self, problem: Problem, rows: Sequence[Row]) -> Iterator[Plan]:
         """The answer for a problem, then our other configs that were measured (`rows`): those that

@@ -128,9 +128,11 @@ class Rounds:
         return self._field[i].state()
 
     def run(self) -> None:
-        first, others = list(self._field)[:1], list(self._field)[1:]
-        made = self._turns(first, lambda runner: runner.steady(LOAD_SECONDS, counted=True))
-        made |= self._turns(others, lambda runner: runner.steady(NEXT_LOAD_SECONDS, counted=True))
+        everyone = list(self._field)
+        made = self._turns(everyone[:1], lambda runner: runner.steady(LOAD_SECONDS, counted=True))
+        made |= self._turns(
+            everyone[1:], lambda runner: runner.steady(NEXT_LOAD_SECONDS, counted=True)
+        )
         late = [i for i, chain in made.items() if chain is None]  # once may be an accident
         if None in self._turns(late, lambda runner: runner.steady(NEXT_LOAD_SECONDS)).values():
             self._close_the_gate()

@@ -164,9 +164,7 @@ class Timer:
                 timed, ahead = 0, True
             self.enqueue(call, calls)
             ahead = ahead and not any(mark.is_done for mark in running)
-            before, running = running, self._marks()
-            for mark in before:
-                mark.sync()
+            running = self._after(running)
             if done:
                 done(made)
             made, timed = made + calls, timed + calls
@@ -194,15 +192,12 @@ class Timer:
         that is closed for `least_s` at least. Begins and ends with idle streams.
         """
         batch_us = self.chain_us(call, calls, dependent=False)
-        batches, running, begin = 0, None, time.monotonic()
+        batches, running, begin = 0, [], time.monotonic()
         while time.monotonic() - begin < seconds:
             for i in range(calls):
                 call(i)
-            before, running = running, self._marks()
+            running = self._after(running)
             batches += 1
-            if before:
-                for mark in before:
-                    mark.sync()
             if duty < 1.0:  # others cannot keep them busier
                 elapsed = time.monotonic() - begin
                 time.sleep(max(0.0, 1e-6 * batches * batch_us / duty - elapsed))
@@ -211,6 +206,13 @@ class Timer:
         batch_us, _ = self._gated(call, calls, dependent=False, least_s=least_s)
         busy = 1e-6 * batches * batch_us
         return Loaded(calls * (batches + 2), min(1.0, busy / elapsed))
+
+    def _after(self, before: list[Any]) -> list[Any]:
+        """Marks behind what is enqueued, when those before are passed."""
+        marks = self._marks()
+        for mark in before:
+            mark.sync()
+        return marks
 
     def _marks(self) -> list[Any]:
         """An event on each stream, after what is enqueued."""

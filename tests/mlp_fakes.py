@@ -12,6 +12,7 @@ import numpy as np
 import ctatune
 from ctatune import arrays, graphs, launch, mlp, placement, ranks, shared
 from ctatune.config import Config
+from ctatune.gpus import Box
 from ctatune.shared import Shared
 
 K, H, N, MOST = 128, 768, 512, 600
@@ -137,18 +138,9 @@ class FakeGpus:
     def function(self, name: str) -> str:
         return name
 
-    def copy_box(
-        self,
-        gpu: int,
-        to: int,
-        source: int,
-        box: tuple[int, int],
-        pitches: tuple[int, int],
-        *,
-        on_host: bool,
-    ) -> None:
-        assert to + box[0] * pitches[1] <= FakeArena.next_address
-        self.log.append(("copy", source, *box, *pitches, gpu, on_host))
+    def copy_box(self, gpu: int, to: int, source: int, box: Box, *, on_host: bool) -> None:
+        assert to + box.rows * box.pitch <= FakeArena.next_address
+        self.log.append(("copy", source, *box, gpu, on_host))
 
     def download(self, _gpu: int, _pointer: int, _shape: Any, dtype: Any) -> Any:
         return np.array((self.error, 0, 8, 7), dtype)

@@ -15,7 +15,7 @@ from rank_rig import share_a_gpu
 import ctatune
 from ctatune.arrays import GpuArray
 from ctatune.config import Config
-from ctatune.gpus import Arena
+from ctatune.gpus import Arena, Box
 from ctatune.layout import pitch
 from ctatune.problem import BF16_BYTES, Problem
 from ctatune.records import RELATIVE_LIMIT, WORST_LIMIT
@@ -62,9 +62,10 @@ class Rig:
 
     def _dense(self, weight: int, rows: int, columns: int) -> GpuArray:
         """A copy of a weight of the reference as callers have it."""
-        there, here = pitch(columns) * BF16_BYTES, columns * BF16_BYTES
-        to = self.arena.alloc(0, rows * here)
-        self.gpus.copy_box(0, to, weight, (rows, here), (there, here), on_host=False)
+        row_bytes = columns * BF16_BYTES
+        box = Box(rows, row_bytes, pitch(columns) * BF16_BYTES, row_bytes)
+        to = self.arena.alloc(0, rows * row_bytes)
+        self.gpus.copy_box(0, to, weight, box, on_host=False)
         self.gpus.wait(0)
         return GpuArray(to, (rows, columns), 0, None)
 
