@@ -135,9 +135,15 @@ class Argument:
 
 
 def tensor_map(
-    pointer: int, sizes: tuple[int, ...], box_rows: int, row_pitch: int | None = None
+    pointer: int,
+    sizes: tuple[int, ...],
+    box_rows: int,
+    row_pitch: int | None = None,
+    *,
+    box_columns: int = TILE_K,
 ) -> np.void:
-    """A TMA descriptor for bf16 rows: 64-column boxes of `box_rows` rows in the 128-byte swizzle.
+    """A TMA descriptor for bf16 rows: boxes of `box_rows` rows and 64 columns in the 128-byte
+    swizzle, or 32 columns in the 64-byte swizzle.
 
     `sizes` is (planes?, rows, columns), outermost first, as in NumPy; rows are `row_pitch` elements
     apart (None: dense).
@@ -147,7 +153,9 @@ def tensor_map(
     for size in (row_pitch or sizes[-1], *inner_first[1:-1]):
         stride *= size
         strides.append(driver.cuuint64_t(stride))
-    boxes = [TILE_K, box_rows, 1][: len(sizes)]
+    boxes = [box_columns, box_rows, 1][: len(sizes)]
+    swizzle = driver.CUtensorMapSwizzle
+    swizzles = {64: swizzle.CU_TENSOR_MAP_SWIZZLE_128B, 32: swizzle.CU_TENSOR_MAP_SWIZZLE_64B}
     encoded = check(
         driver.cuTensorMapEncodeTiled(
             driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
@@ -158,7 +166,7 @@ def tensor_map(
             [driver.cuuint32_t(box) for box in boxes],
             [driver.cuuint32_t(1)] * len(sizes),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            swizzles[box_columns],
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )

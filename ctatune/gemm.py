@@ -12,7 +12,7 @@ from ctatune.config import Config
 from ctatune.gpus import Arena, Gpus
 from ctatune.kernel import Kernel
 from ctatune.layout import Sizes
-from ctatune.limits import TILE_K
+from ctatune.limits import TILE_K, slab_columns
 from ctatune.schedule import DOWN, Columns, raster, slots
 
 
@@ -58,7 +58,10 @@ class Gemm:
         p["y1"] = tensor_map(x, (1, m, k), abi.in_box_rows(tile, m), x_pitch)
         p["y1_box_bytes"] = abi.box_bytes(abi.in_box_rows(tile, m))
         p["w_down"] = tensor_map(w, (n, k), abi.weight_box_rows(tile, config), w_pitch)
-        p["y2_out"][0] = tensor_map(y, (m, n), abi.out_box_rows(tile, m), y_pitch)
+        columns = slab_columns(tile)
+        p["y2_out"][0] = tensor_map(
+            y, (m, n), abi.out_box_rows(tile, m), y_pitch, box_columns=columns
+        )
         p["y2_to"][0] = y
         p["y2_outs"] = p["y2_own"] = 1
         p["panel_count"] = self._panels

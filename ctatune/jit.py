@@ -34,6 +34,9 @@ ARCH = "sm_90a"
 _SEAL_BYTES = 32  # a file of the cache is the SHA-256 of the cubin and the cubin
 # CuTe's headers leave out many __device__.
 _OPTIONS: dict[str, Any] = {"std": "c++17", "device_as_default_execution_space": True}
+# Of the widths of WGMMA CuTe declares these, and others when it is asked to.
+_COMMON_WIDTHS = (64, 96, 128, 192, 256)
+_RARE_WIDTHS = "#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED\n"
 _COMPILER_WHEELS = ("nvidia-cutlass", "nvidia-cuda-nvrtc", "nvidia-cuda-cccl")
 
 
@@ -60,7 +63,8 @@ def preamble(config: Config, *, skip_wait: bool = False) -> str:
         "kReduce": config.down_axis == "h",
         "kSkipWait": skip_wait,
     }
-    return "".join(
+    rare = any(tile.n not in _COMMON_WIDTHS for tile in config.tiles)
+    return _RARE_WIDTHS * rare + "".join(
         f"constexpr {type(value).__name__} {name} = {str(value).lower()};\n"
         for name, value in constants.items()
     )

@@ -14,7 +14,7 @@ from ctatune.abi import ERROR, PARAMS, STAMPS, Argument, Flags, tensor_map
 from ctatune.gpus import LINE_BYTES, Arena, Gpus
 from ctatune.kernel import Kernel
 from ctatune.layout import pitch
-from ctatune.limits import TILE_K
+from ctatune.limits import TILE_K, slab_columns
 from ctatune.problem import BF16_BYTES, MAX_GPUS
 from ctatune.schedule import PARTIAL, UP, Schedule
 
@@ -176,7 +176,9 @@ class PlacedSchedule:
             rows = abi.out_box_rows(config.up, m)
             for i, to in enumerate(_nearest(gpu, self._y1_gpus)):
                 p["y1_to"][i] = self._y1[to]
-                p["y1_out"][i] = tensor_map(self._y1[to], y1_sizes, rows)
+                p["y1_out"][i] = tensor_map(
+                    self._y1[to], y1_sizes, rows, box_columns=slab_columns(config.up)
+                )
         held = self.schedule.w_down_held(gpu)
         if held[0].width:
             box = abi.weight_box_rows(config.down, config)
@@ -198,7 +200,9 @@ class PlacedSchedule:
         rows = abi.out_box_rows(config.down, m)
         for i, to in enumerate(_nearest(gpu, self.schedule.y2_gpus[gpu])):
             p["y2_to"][i] = y2[to]
-            p["y2_out"][i] = tensor_map(y2[to], (m, problem.n), rows)
+            p["y2_out"][i] = tensor_map(
+                y2[to], (m, problem.n), rows, box_columns=slab_columns(config.down)
+            )
 
     def _write_flags(self, p: Any, gpu: int) -> None:
         schedule = self.schedule

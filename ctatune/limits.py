@@ -32,6 +32,15 @@ def out_rows(tile: Tile) -> int:
     return max(WGMMA_ROWS, tile.m) // tile.split_k
 
 
+def slab_columns(tile: Tile) -> int:
+    """Columns of a slab: 64, or 32 where the tile has an odd number of them."""
+    return TILE_K // 2 if tile.n % TILE_K else TILE_K
+
+
+def _slab_bytes(tile: Tile) -> int:
+    return 2 * out_rows(tile) * slab_columns(tile)
+
+
 def down_stages(config: Config) -> int:
     """Depth of the ring of `down`: what fits into the memory of that of `up`."""
     return config.stages * stage_bytes(config.up) // stage_bytes(config.down)
@@ -40,7 +49,7 @@ def down_stages(config: Config) -> int:
 def smem_bytes(config: Config) -> int:
     """Dynamic shared memory of one CTA: ring of stages, slabs, partial sums, barriers."""
     tiles = config.tiles
-    slab_bytes = 0 if config.direct else max(map(out_rows, tiles)) * 2 * TILE_K
+    slab_bytes = 0 if config.direct else max(map(_slab_bytes, tiles))
     slabs = config.d_slabs * slab_bytes
     sums = max((tile.split_k - 1) * out_rows(tile) * tile.n * 4 for tile in tiles)
     rings = 1 if tiles[0].m == tiles[1].m and tiles[0].n == tiles[1].n else 2
@@ -98,8 +107,9 @@ def _why_tile(name: str, tile: Tile, config: Config) -> str | None:
         return f"{name} tile m must be {rule}, got {tile.m}"
     groups = math_groups(config)
     groups_n = groups if tile.m <= WGMMA_ROWS else 1  # where groups stand along n
-    if tile.n > 256 or tile.n % (64 * groups_n):
-        rule = f"a multiple of {64 * groups_n} up to 256 (64 columns a slab and math group)"
+    unit = 128 if groups_n > 1 else 32
+    if not 64 <= tile.n <= 256 or tile.n % unit:
+        rule = f"a multiple of {unit} from 64 to 256 (columns of slabs and math groups)"
         return f"{name} tile n must be {rule}, got {tile.n}"
     if max(WGMMA_ROWS, tile.m) * tile.n > MAX_ACCUMULATORS * groups * 128:
         rule = f"at most {MAX_ACCUMULATORS} accumulators a thread"
@@ -129,7 +139,7 @@ def _why_memory(config: Config) -> str | None:
     if min(config.stages, down_stages(config)) < MIN_STAGES:
         rule = f"at least {MIN_STAGES} (one loads while one computes)"
         return f"stages must be {rule}, got {config.stages} of up, {down_stages(config)} of down"
-    if config.pace_us and config.d_slabs * 64 < max(config.up.n, config.down.n):
+    if config.pace_us and any(config.d_slabs * slab_columns(t) < t.n for t in config.tiles):
         rule = "room for a whole tile (a paced store must not hold up the math)"
         return f"pace_us needs {rule}, d_slabs is {config.d_slabs}"
     if config.d_slabs < 1:
@@ -170,6 +180,8 @@ def _why_axis(config: Config, problem: Problem) -> str | None:
         return "down_axis h needs a tile of up on each GPU (it sums over what it computed)"
     if (config.up.m, config.up.split_k) != (config.down.m, config.down.split_k):
         return "down_axis h needs the same tile m and split_k in both layers (they share panels)"
+    if any(tile.n % TILE_K for tile in config.tiles):
+        return f"down_axis h needs tiles of whole K blocks, {TILE_K} columns (it adds their sums)"
     return _why_too_large(problem, problem.n + problem.gpus * config.down.n)
 
 

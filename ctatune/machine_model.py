@@ -10,7 +10,7 @@ from typing import Any
 
 from ctatune.config import AnyConfig, Baseline, Tile
 from ctatune.errors import UsageError
-from ctatune.limits import TILE_K
+from ctatune.limits import TILE_K, slab_columns
 from ctatune.problem import BF16_BYTES, Problem
 from ctatune.records import Platform, Prediction
 from ctatune.rooms import room
@@ -159,7 +159,7 @@ class MachineModel:
         burst_us = min(work.active * self.link_us(work.tile_bytes * peers), tile_us)
         if not burst_us:
             return 0.0
-        unpaced = max(_PACED_PART, 1.0 - pace_us * (work.tile.n // TILE_K) / burst_us)
+        unpaced = max(_PACED_PART, 1.0 - pace_us * work.tile.n / TILE_K / burst_us)
         return self.burst_loss * burst_us * unpaced
 
     def stream_us(self, size_bytes: float) -> float:
@@ -213,7 +213,8 @@ def faded(first: int, count: float = 1) -> float:
 
 def pace_delay_us(tile: Tile, pace_us: float, turn: float) -> float:
     """How late the last slab of a paced tile leaves; `turn` in [0, 1) is the CTA's among all."""
-    return pace_us * (tile.n // TILE_K - 1 + turn)
+    slab = slab_columns(tile)
+    return pace_us * slab / TILE_K * (tile.n // slab - 1 + turn)
 
 
 def load(name: str | None = None) -> MachineModel:

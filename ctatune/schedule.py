@@ -5,6 +5,7 @@ The kernel, the simulator and the NumPy reference all execute this same list.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from ctatune.config import Config, DownAxis, Tile
 from ctatune.layout import pitch
+from ctatune.limits import TILE_K
 from ctatune.problem import Problem
 
 UP, DOWN = 0, 1
@@ -186,10 +188,10 @@ def split_columns(count: int, tile_n: int, parts: list[float]) -> tuple[Columns,
 
 def layer_columns(problem: Problem, config: Config) -> Division:
     """The columns of each layer that each GPU computes."""
-    layers = zip(problem.layers, config.tiles, strict=True)
+    units = math.lcm(config.up.n, TILE_K), config.down.n  # segments of Y1 begin with K blocks
     return tuple(
-        split_columns(layer.outputs, tile.n, shares(stage, config, problem.gpus))
-        for stage, (layer, tile) in enumerate(layers)
+        split_columns(layer.outputs, units[stage], shares(stage, config, problem.gpus))
+        for stage, layer in enumerate(problem.layers)
     )
 
 

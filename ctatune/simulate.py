@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ctatune.config import Config
 from ctatune.errors import ScheduleError
 from ctatune.latency import gpu_parts
-from ctatune.limits import TILE_K
+from ctatune.limits import slab_columns
 from ctatune.machine_model import MachineModel, faded, pace_delay_us, prediction
 from ctatune.problem import BF16_BYTES, Problem
 from ctatune.records import Prediction
@@ -111,7 +111,7 @@ class _Simulation:
         self.parts_of_sum = [columns.width / whole for columns in schedule.segments]
         self.parts_of_sum += [config.down.n / whole] * len(schedule.segments)
         self.arrivals = [schedule.arrivals(gpu) for gpu in range(problem.gpus)]
-        self.buffered = [min(1.0, config.d_slabs * TILE_K / t.n) for t in self.layer_tiles]
+        self.buffered = [min(1.0, config.d_slabs * slab_columns(t) / t.n) for t in self.layer_tiles]
         self.epilogue_us = [machine.epilogue_us(tile) for tile in self.layer_tiles]
         self.egress_us, self.ingress_us = [0.0] * problem.gpus, [0.0] * problem.gpus
         self.seen = {

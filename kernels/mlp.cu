@@ -75,20 +75,24 @@ struct TileShape {
   static constexpr int kGroupsN = kMathGroups / kGroupsM;
   static constexpr int kGroupM = kM / kGroupsM;               // rows of one math group
   static constexpr int kGroupN = kN / kGroupsN;
-  static constexpr int kSlabsN = kN / kTileK;
+  static constexpr int kSlabN = kN % kTileK ? kTileK / 2 : kTileK;  // columns of a slab
+  static constexpr int kSlabsN = kN / kSlabN;
+  static constexpr int kSlabRowBytes = 2 * kSlabN;
   static constexpr int kOutRows = kM / kSplit;                // that one CTA of a cluster stores
   static constexpr int kABytes = kRows * kRowBytes;
   static constexpr int kStageBytes = kABytes + kN * kRowBytes;
-  static constexpr int kSlabBytes = kDirect ? 0 : kOutRows * kRowBytes;
+  static constexpr int kSlabBytes = kDirect ? 0 : kOutRows * kSlabRowBytes;
   static constexpr int kOwnerWarps = 4 * kMathGroups / kSplit; // math warps whose rows one CTA owns
   static constexpr int kSums = kGroupM / 64 * kGroupN / 2;    // accumulators of one thread
   static constexpr int kSenderBytes = kOwnerWarps * kSums * 32 * 4;
   static constexpr int kExchangeBytes = (kSplit - 1) * kSenderBytes;
-  static_assert(kGroupM % 64 == 0 && kGroupN % 64 == 0 && kN % 64 == 0);
+  static_assert(kGroupM % 64 == 0 && kGroupN % (kGroupsN > 1 ? kTileK : kSlabN) == 0);
   static_assert(kSplit == 1 || (kSplit == kMaxSplit && kM <= 128 && kSplit <= 4));
 };
 using Up = TileShape<kUpM, kUpN, kUpSplit>;
 using Down = TileShape<kDownM, kDownN, kDownSplit>;
+// Partial sums lie in Y1: in the boxes in which `up` stores, and as whole K blocks.
+static_assert(!kReduce || (Up::kSlabN == kTileK && Down::kSlabN == kTileK));
 
 // Layers with equal tiles share one ring of stages; otherwise `down` divides the same memory anew.
 constexpr bool kOneRing = kUpM == kDownM && kUpN == kDownN;
@@ -264,7 +268,10 @@ template <int kN> struct Wgmma;
   template <> struct Wgmma<N> {                                                     \
     using Atom = SM90_64x##N##x16_F32BF16BF16_SS<GMMA::Major::K, GMMA::Major::K>;   \
   };
-CTATUNE_WGMMA(64) CTATUNE_WGMMA(128) CTATUNE_WGMMA(192) CTATUNE_WGMMA(256)
+CTATUNE_WGMMA(64) CTATUNE_WGMMA(96) CTATUNE_WGMMA(128) CTATUNE_WGMMA(192) CTATUNE_WGMMA(256)
+#ifdef CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // where a tile needs it: three megabytes of headers
+CTATUNE_WGMMA(160) CTATUNE_WGMMA(224)
+#endif
 
 // ---------------------------------------------------------------------------------- load warp
 
@@ -453,7 +460,7 @@ struct Storer {
     bool const partial = is_partial(tile);
     for (int d = first; d < last; ++d) {
       int const in_y1 = partial ? partial_column(p, tile, segment_of(tile), d) : tile.w;
-      int const col = in_y1 + slab * kTileK;
+      int const col = in_y1 + slab * Tile::kSlabN;
       if (kIsUp || partial)
         SM90_TMA_STORE_3D::copy(&p.y1_out[d], from, col, tile.y + row, epoch & 1);
       else
@@ -492,6 +499,7 @@ struct Storer {
   __device__ void store(int4 tile, int part, bool last_tile) {
     using Tile = Layer<kIsUp>;
     constexpr int kBatch = kSlabs < Tile::kSlabsN ? kSlabs : Tile::kSlabsN;
+    constexpr int kParts = kTileK / Tile::kSlabN;       // slabs of 64 columns, for the pace
     Receivers const to = receivers_of<kIsUp>(p, tile);
     bool const tells = kIsUp || is_partial(tile);
     bool const paced = p.pace_ns > 0 && !last_tile && to.own < to.end;
@@ -508,11 +516,11 @@ struct Storer {
         drain();
         tell(tile, to.begin, to.own);
       }
-      long long next = paced ? now_ns() + blockIdx.x * p.pace_ns / gridDim.x : 0;
+      long long next = paced ? now_ns() + blockIdx.x * (p.pace_ns / kParts) / gridDim.x : 0;
       for (int s = begin; s < end; ++s, at.advance()) {
         if (paced) {
           while (now_ns() < next) __nanosleep(100);
-          next += p.pace_ns;
+          next += p.pace_ns / kParts;
         }
         issue<kIsUp>(tile, part, s, at.slot, to.own, to.end);
       }
@@ -643,11 +651,12 @@ __device__ void reduce(Acc& acc, char* exchange, Barriers& bars, int part, int t
 }
 
 // Writes the slabs of one math group, each a (rows that this CTA owns) x 64 box in the 128-byte
-// swizzle.
+// swizzle, or x 32 in the 64-byte swizzle.
 template <class Tile, class Acc>
 __device__ void write_slabs(Acc const& acc, char* slabs, Barriers& bars, Ring<kSlabs>& at,
                             int group, int part) {
-  constexpr int kSlabsGroup = Tile::kGroupN / kTileK;
+  constexpr int kSlabsGroup = Tile::kGroupN / Tile::kSlabN;
+  constexpr int kPairs = Tile::kSlabN / 16;            // 16 columns: two 16-byte chunks of a row
   constexpr int kRepeatM = Tile::kGroupM / 64;
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   bool const own = owner_of<Tile>(group, warp).part == part;
@@ -664,18 +673,20 @@ __device__ void write_slabs(Acc const& acc, char* slabs, Barriers& bars, Ring<kS
       if (!own) break;
       int const row = row0 + r * 64 * Tile::kGroupsM;
       CUTLASS_PRAGMA_UNROLL
-      for (int pair = 0; pair < 4; ++pair) {          // 16 columns: two 16-byte chunks of the row
+      for (int pair = 0; pair < kPairs; ++pair) {
         uint32_t regs[4];
         CUTLASS_PRAGMA_UNROLL
         for (int q = 0; q < 4; ++q) {
-          int const block = s * 8 + pair * 2 + q / 2; // of 8 columns
+          int const block = (s * kPairs + pair) * 2 + q / 2;  // of 8 columns
           float const lo = acc(make_coord(0, q % 2, block), r, 0);
           float const hi = acc(make_coord(1, q % 2, block), r, 0);
           asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(regs[q]) : "f"(hi), "f"(lo));
         }
-        int const chunk = (pair * 2 + lane / 16) ^ (row % 8);
-        SM90_U32x4_STSM_N::copy(regs[0], regs[1], regs[2], regs[3],
-                                *reinterpret_cast<uint128_t*>(slab + row * kRowBytes + chunk * 16));
+        int const chunk =
+            (pair * 2 + lane / 16) ^ (Tile::kSlabN == kTileK ? row % 8 : row / 2 % 4);
+        SM90_U32x4_STSM_N::copy(
+            regs[0], regs[1], regs[2], regs[3],
+            *reinterpret_cast<uint128_t*>(slab + row * Tile::kSlabRowBytes + chunk * 16));
       }
     }
     tma_store_fence();                                // generic writes before the async reads

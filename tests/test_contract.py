@@ -124,7 +124,7 @@ def test_every_family_sums_over_gpus(proves, gpus, family, sizes):
     if why_invalid(replace(config, down_axis="n"), problem):
         config = replace(config, multicast=False)  # these rows do not come in pairs
     if reason := why_invalid(config, problem):
-        assert "a tile of up on each GPU" in reason
+        assert "a tile of up on each GPU" in reason or "whole K blocks" in reason
         pytest.skip(reason)
     assert proves(problem, config)
 

@@ -53,8 +53,8 @@ class FakeArena:
         return address
 
 
-def as_bytes(*what: Any) -> np.void:
-    return np.void(repr(what).encode().ljust(128))
+def as_bytes(*what: Any, box_columns: int = 64) -> np.void:
+    return np.void(repr((*what, box_columns)).encode().ljust(128))
 
 
 @pytest.fixture(params=CONFIGS)

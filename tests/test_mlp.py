@@ -74,7 +74,7 @@ def test_rows_of_weights_begin_with_cache_lines(machine):
         (256, 776 * 2, 776 * 2, 832 * 2),
     ]
     maps = mlp._placement._ready_for(64, captured=False).placed._arguments[0][0].block
-    assert bytes(maps["w_up"]).strip().endswith(b", 192)")
+    assert bytes(maps["w_up"]).strip().endswith(b", 192, 64)")
     assert b"(2, 64, 832)" in bytes(maps["y1"])
 
 

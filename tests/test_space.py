@@ -61,7 +61,7 @@ def test_rules_of_the_problem(change: dict[str, Any], words: tuple[str, ...]) ->
     [
         (Tile(m=48, n=256), 4, ("tile m must be", "48")),
         (Tile(m=192, n=64), 4, ("tile m must be", "192")),
-        (Tile(m=128, n=96), 4, ("tile n must be", "96")),
+        (Tile(m=128, n=80), 4, ("tile n must be", "80")),
         (Tile(m=128, n=320), 4, ("tile n must be", "320")),
         (Tile(m=64, n=64), 4, ("tile n must be", "64")),
         (Tile(m=64, n=192), 4, ("tile n must be", "192")),
