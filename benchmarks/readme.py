@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ctatune import accuracy, race
 from ctatune.config import Config
-from ctatune.jit import kernel_hash
+from ctatune.jit import present_kernels
 from ctatune.machine_model import DEFAULT_PLATFORM, document
 from ctatune.problem import Problem
 from ctatune.seed import shipped_rows
@@ -79,7 +79,7 @@ def about(lines: Sequence[race.Line]) -> str:
     run = lines[0].row.run
     machine = run.platform
     kernels = {line.row.kernel_hash for line in lines} - {None}
-    old = "" if kernels <= {kernel_hash()} else ", an older version of our kernel"
+    old = "" if kernels <= present_kernels() else ", an older version of our kernel"
     return (
         f"{machine.name}: {machine.gpus} x {machine.gpu}, {machine.link}, driver {machine.driver}, "
         f"{machine.power_limit_w} W, {run.utc[:10]}, protocol {lines[0].row.protocol}{old}"

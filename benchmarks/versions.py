@@ -24,10 +24,12 @@ Races = dict[str, dict[AnyConfig, float]]  # of each version: latencies of its n
 
 
 def races_of(rows: list[Row]) -> Races:
-    """The newest race of each version of the kernel, of the rows of one problem."""
+    """The newest race of each version of the kernel, of the rows of one problem; what has the
+    present machine code is of the present version."""
     found: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        found[row.run.versions["kernel"]].append(row)
+        kernel = row.run.versions["kernel"]
+        found[jit.kernel_hash() if kernel in jit.present_kernels() else kernel].append(row)
     return {
         kernel: {
             row.config: row.measurement.latency_us

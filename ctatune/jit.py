@@ -87,16 +87,27 @@ def kernel_hash() -> str:
     return digest(re.sub(r"\s+", " ", code).strip())
 
 
-def equal_kernels() -> frozenset[str]:
-    """Hashes of older versions of the MLP kernel whose latencies count as those of the present one.
+def present_kernels() -> frozenset[str]:
+    """Hashes of the MLP kernel and of older versions whose machine code is the same.
 
-    `kernels/equal.json` names them, and what compared them; a change of the code ends it.
+    `kernels/equal.json` names these and those of `equal_kernels`, and what compared them; a change
+    of the code ends it.
     """
-    return frozenset(_equal().get(kernel_hash(), ()))
+    return frozenset({kernel_hash(), *_equal("same code")})
+
+
+def equal_kernels() -> frozenset[str]:
+    """Hashes of older versions of the MLP kernel whose latencies count as those of the present one,
+    as races of both said."""
+    return frozenset(_equal("as fast"))
+
+
+def _equal(kind: str) -> dict[str, str]:
+    return _equal_kernels().get(kernel_hash(), {}).get(kind, {})
 
 
 @cache
-def _equal() -> dict[str, dict[str, str]]:
+def _equal_kernels() -> dict[str, dict[str, dict[str, str]]]:
     return json.loads((room("kernels") / "equal.json").read_text(encoding="utf-8"))
 
 

@@ -119,7 +119,7 @@ def _outdated(row: Row) -> list[Difference]:
 
 def of_this_kernel(row: Row) -> bool:
     """Whether a row of our kernel is of the present version, or of an older one that counts."""
-    return row.kernel_hash == jit.kernel_hash() or _is_older_kernel(row)
+    return row.kernel_hash in jit.present_kernels() or _is_older_kernel(row)
 
 
 def is_older(row: Row) -> bool:

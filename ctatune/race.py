@@ -132,7 +132,7 @@ def _line(row: Row, best: Row, single: Row | None) -> Line:
 
 
 def _energy_j(row: Row) -> float | None:
-    found = row.measurement.gpu_state.get("call_j")
+    found = row.measurement.gpu_state.get("joules")
     return float(found) if isinstance(found, int | float) else None
 
 

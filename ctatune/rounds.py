@@ -16,60 +16,59 @@ from ctatune.timing import LOAD_SECONDS, Chain, Timer
 MIN_ROUNDS, MAX_ROUNDS, FINAL_SECONDS = 12, 60, 12.0
 TIE = 0.005  # half-width of the interval of the log-ratio at which two methods are told apart
 NEXT_LOAD_SECONDS = 0.3  # of load where another method has just loaded the GPUs
+COUNTED_SECONDS = 0.8  # of load in which joules are counted
+MIN_STEPS = 5  # of the counter, 0.1 s apart and each seen up to a chain (10 ms) late
 TURN_SECONDS = 0.1  # half of it is timed; behind a gate, all of it loads the GPUs for a chain
 MAX_LATE = 3  # rounds in which a host fell behind: then all wait behind a gate
 
 
 class Joules:
-    """Joules a call, between steps of NVML's counter of each GPU, tens of milliseconds apart."""
+    """Joules a call, between the first and the last step of NVML's counter of each GPU in a turn.
+
+    The counter moves ten times a second.
+    """
 
     def __init__(self, counters: Callable[[], list[float]]) -> None:
         self._counters = counters
-        self._joules: list[float] = []
-        self._calls: list[int] = []
+        self._seen = [[(joules, 0)] for joules in counters()]
 
-    def segment(self) -> Callable[[int], None]:
-        """To be told every few milliseconds of a segment of load how many of its calls are done."""
-        seen = self._counters()
-        steps: list[tuple[float, int] | None] = [None for _ in seen]
-        self._joules = self._joules or [0.0 for _ in seen]
-        self._calls = self._calls or [0 for _ in seen]
-
-        def done(calls: int) -> None:
-            for gpu, joules in enumerate(self._counters()):
-                if joules == seen[gpu]:
-                    continue
-                if step := steps[gpu]:
-                    self._joules[gpu] += joules - step[0]
-                    self._calls[gpu] += calls - step[1]
-                seen[gpu], steps[gpu] = joules, (joules, calls)
-
-        return done
+    def done(self, calls: int) -> None:
+        """To be told every few milliseconds how many calls of the turn are done."""
+        for seen, joules in zip(self._seen, self._counters(), strict=True):
+            if joules != seen[-1][0]:
+                seen.append((joules, calls))
 
     @property
     def of_a_call(self) -> float | None:
-        """Of all GPUs; None where a counter has not moved twice in a segment."""
-        if not self._calls or not all(self._calls):
+        """Of all GPUs; None where a counter moved too seldom."""
+        if not self._seen or min(map(len, self._seen)) < 2 + MIN_STEPS:
             return None
-        return sum(j / calls for j, calls in zip(self._joules, self._calls, strict=True))
+        spans = [(seen[1], seen[-1]) for seen in self._seen]
+        return sum((last[0] - first[0]) / (last[1] - first[1]) for first, last in spans)
 
 
 class Runner:
     """One contestant of a race: its chains, and what a call of it takes."""
 
     def __init__(self, timer: Timer, telemetry: Telemetry, contestant: Contestant) -> None:
-        self._timer, self._contestant = timer, contestant
+        self._timer, self._telemetry, self._contestant = timer, telemetry, contestant
         self._calls = timer.calls_for(contestant.call, contestant.launches)
-        self._joules = Joules(telemetry.energies_j)
+        self._joules: Joules | None = None
         self.duty, self._closed_s = 0.0, 0.0
 
-    def steady(self, seconds: float, *, counted: bool = False) -> Chain | None:
-        """A chain of the second half of `seconds`; None where the host fell behind. Joules are
-        `counted` if so.
+    def steady(self, seconds: float) -> Chain | None:
+        """A chain of the second half of `seconds`; None where the host fell behind.
 
         Raises: PipelineTimeoutError if a GPU waited in vain.
         """
-        done = self._joules.segment() if counted else None
+        return self._steady(seconds, None)
+
+    def counted(self, seconds: float) -> Chain | None:
+        """The same, and joules are counted. Raises as `steady` does."""
+        self._joules = Joules(self._telemetry.energies_j)
+        return self._steady(seconds, self._joules.done)
+
+    def _steady(self, seconds: float, done: Callable[[int], None] | None) -> Chain | None:
         call_us = self._timer.steady(self._contestant.call, self._calls, seconds, done)
         self._contestant.check()
         self.duty = 1.0
@@ -85,12 +84,12 @@ class Runner:
         return chain
 
     def state(self) -> dict[str, object]:
-        """`duty` under load; `closed_s`, how long GPUs rested before the last chain; `call_j`,
-        joules a call of all GPUs held in the first turn, where NVML counts them.
+        """`duty` under load; `closed_s`, how long GPUs rested before the last chain; `joules`,
+        of a call on all GPUs in the turn where they were counted, if NVML counts them.
         """
         state: dict[str, object] = {"duty": self.duty, "closed_s": self._closed_s}
-        if (joules := self._joules.of_a_call) is not None:
-            state["call_j"] = joules
+        if self._joules and (joules := self._joules.of_a_call) is not None:
+            state["joules"] = joules
         return state
 
 
@@ -129,10 +128,8 @@ class Rounds:
 
     def run(self) -> None:
         everyone = list(self._field)
-        made = self._turns(everyone[:1], lambda runner: runner.steady(LOAD_SECONDS, counted=True))
-        made |= self._turns(
-            everyone[1:], lambda runner: runner.steady(NEXT_LOAD_SECONDS, counted=True)
-        )
+        made = self._turns(everyone[:1], lambda runner: runner.counted(LOAD_SECONDS))
+        made |= self._turns(everyone[1:], lambda runner: runner.counted(COUNTED_SECONDS))
         late = [i for i, chain in made.items() if chain is None]  # once may be an accident
         if None in self._turns(late, lambda runner: runner.steady(NEXT_LOAD_SECONDS)).values():
             self._close_the_gate()

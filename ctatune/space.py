@@ -76,10 +76,9 @@ FAMILIES = (
     Family(128, 192, 4, multicast=True, down_n=256),
     Family(128, 192, 3, multicast=True, down_n=128),
     Family(128, 256, 4, multicast=True, down_n=128),
-    Family(128, 160, 5, multicast=True),
-    Family(128, 224, 7, multicast=True),
-    Family(128, 224, 7, multicast=True, down_n=160),
-    Family(128, 160, 7, multicast=True, down_n=224),
+    Family(128, 224, 3, multicast=True, down_n=256),
+    Family(128, 224, 6, multicast=True, down_n=160),
+    Family(128, 224, 4, multicast=True, down_n=128),
 )
 WIDEST = max(max(family.n, family.down_n) for family in FAMILIES)
 GROUPS = (1, 2, 4, 8, 16)

@@ -173,7 +173,7 @@ def test_finals_race_the_baseline_too(bench, gpus):
     rows = bench.finals(problem, configs, 5)
     assert [row.outcome for row in rows] == ["ok"] * 3, [row.detail for row in rows]
     assert len({len(row.samples_us) for row in rows}) == 1
-    assert all(0 < row.gpu_state["call_j"] < 10 for row in rows)
+    assert all(0 < row.gpu_state["joules"] < 10 for row in rows)
 
 
 @pytest.mark.gpu

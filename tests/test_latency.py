@@ -128,7 +128,7 @@ def test_estimate_and_simulator_agree(case: tuple[Problem, Config]) -> None:
     """They share the tile times; they differ most where a tiny problem waits for the link."""
     problem, chosen = case
     simulated = simulate(problem, chosen, MACHINE).latency_us
-    assert estimate(problem, chosen, MACHINE).latency_us == pytest.approx(simulated, rel=0.6)
+    assert estimate(problem, chosen, MACHINE).latency_us == pytest.approx(simulated, rel=0.8)
 
 
 @pytest.mark.parametrize(("gpus", "mix"), [(2, 0.0), (2, 0.5), (2, 1.0), (4, 0.5), (8, 0.0)])

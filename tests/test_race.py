@@ -126,7 +126,7 @@ def test_on_one_gpu_single_is_the_baseline():
 
 
 def test_energy_is_shown_where_it_was_counted():
-    first, second = race.compare([row(CTA, DRIFT, call_j=0.98765), row(TP, DRIFT)])
+    first, second = race.compare([row(CTA, DRIFT, joules=0.98765), row(TP, DRIFT)])
     assert {race.cells(line)[-1] for line in (first, second)} == {"0.988", ""}
     assert {line["energy_j"] for line in race.document([], [first, second])["lines"]} == {
         0.98765,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ctatune.errors import PipelineTimeoutError
-from ctatune.rounds import MAX_LATE, MAX_ROUNDS, MIN_ROUNDS, Joules, Rounds
+from ctatune.rounds import MAX_LATE, MAX_ROUNDS, MIN_ROUNDS, MIN_STEPS, Joules, Rounds
 from ctatune.timing import Chain, Loaded
 
 LATENCY_US = {"fast": 50.0, "slow": 60.0, "late": 55.0, "broken": 1.0, "cracked": 1.0}
@@ -33,7 +33,7 @@ class FakeTimer:
     def steady(self, call: Any, calls: int, _seconds: float, done: Any) -> float | None:
         if call == "dead":
             raise PipelineTimeoutError("waited in vain")
-        for i in range(4):
+        for i in range(MIN_STEPS + 3):
             self.done += calls
             if done:
                 done(i * calls)
@@ -88,7 +88,7 @@ def test_who_times_out_leaves_the_race_and_the_others_go_on():
     assert [len(chains) for chains in rounds.chains.values()] == [0, 0, 0, MIN_ROUNDS, MIN_ROUNDS]
     assert latencies(rounds)[3:] == [{55.0}, {66.0}]
     assert not timer.loads  # none behind a gate
-    wanted = {"duty": 1.0, "closed_s": 0.0, "call_j": 0.1 + 0.2}
+    wanted = {"duty": 1.0, "closed_s": 0.0, "joules": 0.1 + 0.2}
     assert [rounds.state(i) for i in (3, 4)] == [pytest.approx(wanted)] * 2
     assert not raced(("dead", "stillborn"), FakeTimer()).chains[0]
 
@@ -146,21 +146,18 @@ def test_what_is_broken_leaves_behind_a_gate_too():
     assert [len(chains) for chains in rounds.chains.values()] == [MIN_ROUNDS, MIN_ROUNDS, 0]
 
 
-def test_joules_are_between_steps_of_the_counters_in_each_segment():
-    """Read when a segment begins and after each 10 calls: when its first step began is unknown."""
-    one = [100.0, 100.0, 130.0, 130.0, 150.0, 190.0, 190.0, *[500.0, 520.0, 520.0, 550.0]]
-    two = [0.0, 7.0, 7.0, 7.0, 7.0, 27.0, 27.0, *[30.0, 30.0, 30.0, 30.0]]
+def test_joules_are_between_the_first_and_the_last_step_of_each_counter():
+    """Read when a turn begins and after each 10 calls: when the step before began is unknown."""
+    one = [100.0, 100.0, 130.0, 130.0, 150.0, 160.0, 170.0, 180.0, 190.0, 190.0]
+    two = [0.0, 7.0, 9.0, 10.0, 12.0, 14.0, 14.0, 27.0, 27.0, 29.0]
     readings = map(list, zip(one, two, strict=True))
     joules = Joules(lambda: next(readings))
-    assert joules.of_a_call is None
-    done = joules.segment()
-    for calls in (10, 20, 30, 40, 50, 60):
-        done(calls)
-    assert joules.of_a_call == (190.0 - 130.0) / (50 - 20) + 20.0 / 40
-    done = joules.segment()
-    for calls in (10, 20, 30):
-        done(calls)
-    assert joules.of_a_call == (60.0 + 30.0) / (30 + 20) + 20.0 / 40
+    for calls in range(10, 80, 10):
+        joules.done(calls)
+        assert joules.of_a_call is None  # too few steps
+    joules.done(80)
+    joules.done(90)
+    assert joules.of_a_call == (190.0 - 130.0) / (80 - 20) + (29.0 - 7.0) / (90 - 10)
     silent = Joules(list)
-    silent.segment()(10)
+    silent.done(10)
     assert silent.of_a_call is None
