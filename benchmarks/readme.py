@@ -4,6 +4,7 @@ Run it after new measurements were shipped: `python benchmarks/readme.py`. A tes
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from ctatune.config import Config
 from ctatune.jit import present_kernels
 from ctatune.machine_model import DEFAULT_PLATFORM, document
 from ctatune.problem import Problem
+from ctatune.rows import Row
 from ctatune.seed import shipped_rows
 from ctatune.stats import ratio_interval, verdict
 
@@ -148,6 +150,27 @@ def controls(protocol: int) -> list[race.Control]:
     return race.controls([row for row in shipped_rows() if row.protocol == protocol])
 
 
+def winners() -> dict[Problem, dict[str, str]]:
+    """Who won the shipped races of the present protocol, for problems raced on several days, by
+    day."""
+    days: dict[Problem, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    for row in shipped_rows():
+        if row.measurement.phase == "final" and not row.of_older_race:
+            days[row.problem][row.run.utc[:10]].append(row)
+    found: dict[Problem, dict[str, str]] = {}
+    for problem, by_day in days.items():
+        for day, rows in by_day.items():
+            lines = race.compare(race.newest(rows))
+            if (ours := fastest(lines, "cta")) and (word := said(lines, ours)):
+                found.setdefault(problem, {})[day] = word
+    return {problem: by_day for problem, by_day in found.items() if len(by_day) > 1}
+
+
+def contradicted(by_day: dict[str, str]) -> bool:
+    """Whether the winner of one day is another one on another day, and neither calls it a tie."""
+    return len({word for word in by_day.values() if not word.startswith("a tie")}) > 1
+
+
 def results() -> str:
     """The part of the README between the marks."""
     found = races()
@@ -166,6 +189,13 @@ def results() -> str:
         "Of configs that ran twice in a race, one of these or an older one (A/A), so many are not "
         f"called a tie with themselves: {', '.join(counts)}.\n"
     )
+    several = winners()
+    if several:
+        control += (
+            f"Raced on two days or more by the present protocol: {len(several)} problems; "
+            f"{sum(map(contradicted, several.values()))} of them with another winner that is no "
+            "tie.\n"
+        )
     plot = "![latency over tokens](docs/latency.png)\n"
     return "\n".join([head, summary(found), control, plot])
 

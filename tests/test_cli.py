@@ -283,6 +283,13 @@ def test_the_shipped_controls_hardly_ever_differ(protocol):
     assert len(false) <= 0.05 * max(40, len(pairs)), false
 
 
+def test_races_of_two_days_have_the_same_winner_or_a_tie():
+    module = benchmark("readme")
+    assert not any(map(module.contradicted, module.winners().values()))
+    assert not module.contradicted({"1": "ours", "2": "ours", "3": "a tie with tp"})
+    assert module.contradicted({"1": "ours", "2": "tp", "3": "a tie with tp"})
+
+
 def test_a_kernel_that_counts_as_the_present_one_raced_as_fast_as_it():
     """For each number of GPUs on which both raced, and for one at least."""
     if not jit.equal_kernels():
