@@ -33,7 +33,7 @@ def out_rows(tile: Tile) -> int:
 
 
 def slab_columns(tile: Tile) -> int:
-    """Columns of a slab: 64, or 32 where the tile has an odd number of them."""
+    """Columns of a slab: 64, or 32 where 64 do not divide the tile."""
     return TILE_K // 2 if tile.n % TILE_K else TILE_K
 
 
