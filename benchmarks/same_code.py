@@ -59,7 +59,7 @@ def main() -> None:
         if result != "same":
             print(f"{result}: {config}")
     print(f"{len(results)} configs, {results.count('same')} the same")
-    sys.exit("differs" in results)
+    sys.exit("differs" in results or "same" not in results)
 
 
 if __name__ == "__main__":

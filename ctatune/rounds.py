@@ -33,8 +33,9 @@ class Joules:
         self._seen = [[(joules, 0)] for joules in counters()]
 
     def done(self, calls: int) -> None:
-        """To be told every few milliseconds how many calls of the turn are done."""
-        for seen, joules in zip(self._seen, self._counters(), strict=True):
+        """To be told every few milliseconds how many calls of the turn are done. A reading that
+        NVML does not give is no step."""
+        for seen, joules in zip(self._seen, self._counters(), strict=False):
             if joules != seen[-1][0]:
                 seen.append((joules, calls))
 
