@@ -155,7 +155,7 @@ def winners() -> dict[Problem, dict[str, str]]:
     day."""
     days: dict[Problem, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in shipped_rows():
-        if row.measurement.phase == "final" and not row.of_older_race:
+        if row.of_this_protocol:
             days[row.problem][row.run.utc[:10]].append(row)
     found: dict[Problem, dict[str, str]] = {}
     for problem, by_day in days.items():

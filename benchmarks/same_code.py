@@ -14,7 +14,6 @@ from pathlib import Path
 
 from ctatune import jit
 from ctatune.config import Config
-from ctatune.jit import CompileError
 from ctatune.limits import why_invalid
 from ctatune.problem import Problem
 from ctatune.space import FAMILIES
@@ -44,7 +43,7 @@ def compared(config: Config, other: str) -> str:
     ours = sections(jit.cubin("mlp", constants))
     try:
         theirs = sections(jit._compile("mlp", constants + other))
-    except CompileError:
+    except jit.CompileError:
         return "new"
     return "same" if ours == theirs else "differs"
 

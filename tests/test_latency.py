@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ctatune.config import Baseline, Config, Tile
 from ctatune.latency import estimate
-from ctatune.limits import default_split, slab_columns
+from ctatune.limits import TILE_K, default_split, slab_columns
 from ctatune.problem import OUTPUTS, Output, Problem
 from ctatune.simulate import simulate
 from ctatune.space import FAMILIES
@@ -126,11 +126,12 @@ def test_estimate_is_above_the_roofline(case: tuple[Problem, Config]) -> None:
 @settings(max_examples=60, deadline=None)
 @given(cases())
 def test_estimate_and_simulator_agree(case: tuple[Problem, Config]) -> None:
-    """They share the tile times; they differ most (0.89 in 3300 cases) where K is tiny and all
-    waits for the link."""
+    """They share the tile times; they differ most where K is less than a block and all waits for
+    the link (0.89 in 3300 cases; 0.43 in 4200 of whole blocks)."""
     problem, chosen = case
     simulated = simulate(problem, chosen, MACHINE).latency_us
-    assert estimate(problem, chosen, MACHINE).latency_us == pytest.approx(simulated, rel=1.0)
+    rel = 0.6 if problem.k >= TILE_K else 1.0
+    assert estimate(problem, chosen, MACHINE).latency_us == pytest.approx(simulated, rel=rel)
 
 
 @pytest.mark.parametrize(("gpus", "mix"), [(2, 0.0), (2, 0.5), (2, 1.0), (4, 0.5), (8, 0.0)])
