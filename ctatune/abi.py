@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ctatune.config import Config, Tile
 from ctatune.errors import PipelineTimeoutError
 from ctatune.gpus import LINE_BYTES, Gpus, check
-from ctatune.limits import TILE_K, out_rows
+from ctatune.limits import TILE_K, out_rows, slab_columns
 from ctatune.problem import BF16_BYTES, MAX_GPUS
 
 GROUP_THREADS = 128
@@ -134,16 +134,44 @@ class Argument:
         self.address = ctypes.addressof(self._pointers)
 
 
-def tensor_map(
-    pointer: int,
-    sizes: tuple[int, ...],
-    box_rows: int,
-    row_pitch: int | None = None,
-    *,
-    box_columns: int = TILE_K,
+def in_map(
+    pointer: int, sizes: tuple[int, ...], tile: Tile, m: int, row_pitch: int | None = None
 ) -> np.void:
-    """A TMA descriptor for bf16 rows: boxes of `box_rows` rows and 64 columns in the 128-byte
-    swizzle, or 32 columns in the 64-byte swizzle.
+    """X or Y1 of m tokens as CTAs load it."""
+    return _tensor_map(pointer, sizes, _in_box_rows(tile, m), TILE_K, row_pitch)
+
+
+def in_box_bytes(tile: Tile, m: int) -> int:
+    """What a box of `in_map` brings into shared memory."""
+    return _in_box_rows(tile, m) * TILE_K * BF16_BYTES
+
+
+def weight_map(
+    pointer: int, sizes: tuple[int, ...], tile: Tile, config: Config, row_pitch: int | None = None
+) -> np.void:
+    """A weight as CTAs load it: both of a multicast pair load a half of a tile's rows."""
+    rows = tile.n // 2 if config.multicast else tile.n
+    return _tensor_map(pointer, sizes, rows, TILE_K, row_pitch)
+
+
+def out_map(
+    pointer: int, sizes: tuple[int, ...], tile: Tile, m: int, row_pitch: int | None = None
+) -> np.void:
+    """Y1 or Y2 of m tokens as CTAs store it, slab by slab."""
+    rows = min(tile.m, m, out_rows(tile))
+    return _tensor_map(pointer, sizes, rows, slab_columns(tile), row_pitch)
+
+
+def _in_box_rows(tile: Tile, m: int) -> int:
+    """No more rows than exist: a box that sticks out is slow."""
+    return min(tile.m, m)
+
+
+def _tensor_map(
+    pointer: int, sizes: tuple[int, ...], box_rows: int, box_columns: int, row_pitch: int | None
+) -> np.void:
+    """A TMA descriptor for bf16 rows: boxes of 64 columns in the 128-byte swizzle, or of 32 in the
+    64-byte swizzle.
 
     `sizes` is (planes?, rows, columns), outermost first, as in NumPy; rows are `row_pitch` elements
     apart (None: dense).
@@ -172,26 +200,6 @@ def tensor_map(
         )
     )
     return np.void(ctypes.string_at(encoded.getPtr(), 128))
-
-
-def in_box_rows(tile: Tile, m: int) -> int:
-    """Rows of X or Y1 in a TMA box: no more than exist, since one that sticks out is slow."""
-    return min(tile.m, m)
-
-
-def out_box_rows(tile: Tile, m: int) -> int:
-    """Rows of Y1 or Y2 in the TMA box that one CTA stores."""
-    return min(tile.m, m, out_rows(tile))
-
-
-def weight_box_rows(tile: Tile, config: Config) -> int:
-    """Rows of a weight in the TMA box that one CTA loads: both of a multicast pair load a half."""
-    return tile.n // 2 if config.multicast else tile.n
-
-
-def box_bytes(rows: int) -> int:
-    """What a TMA box of so many rows brings into shared memory."""
-    return rows * TILE_K * BF16_BYTES
 
 
 def bf16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:

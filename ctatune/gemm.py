@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from ctatune import abi
-from ctatune.abi import ERROR, PARAMS, Argument, Flags, tensor_map
+from ctatune.abi import ERROR, PARAMS, Argument, Flags
 from ctatune.config import Config
 from ctatune.gpus import Arena, Gpus
 from ctatune.kernel import Kernel
 from ctatune.layout import Sizes
-from ctatune.limits import TILE_K, slab_columns
+from ctatune.limits import TILE_K
 from ctatune.schedule import DOWN, Columns, raster, slots
 
 
@@ -55,13 +55,10 @@ class Gemm:
         p["tiles"], p["tile_count"] = self._tiles, self._tile_count
         # The kernel's h and n are also how far apart it takes rows to be: pitches.
         p["m"], p["h"], p["n"] = m, x_pitch, y_pitch
-        p["y1"] = tensor_map(x, (1, m, k), abi.in_box_rows(tile, m), x_pitch)
-        p["y1_box_bytes"] = abi.box_bytes(abi.in_box_rows(tile, m))
-        p["w_down"] = tensor_map(w, (n, k), abi.weight_box_rows(tile, config), w_pitch)
-        columns = slab_columns(tile)
-        p["y2_out"][0] = tensor_map(
-            y, (m, n), abi.out_box_rows(tile, m), y_pitch, box_columns=columns
-        )
+        p["y1"] = abi.in_map(x, (1, m, k), tile, m, x_pitch)
+        p["y1_box_bytes"] = abi.in_box_bytes(tile, m)
+        p["w_down"] = abi.weight_map(w, (n, k), tile, config, w_pitch)
+        p["y2_out"][0] = abi.out_map(y, (m, n), tile, m, y_pitch)
         p["y2_to"][0] = y
         p["y2_outs"] = p["y2_own"] = 1
         p["panel_count"] = self._panels

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ctatune import abi
-from ctatune.abi import ERROR, PARAMS, STAMPS, Argument, Flags, tensor_map
+from ctatune.abi import ERROR, PARAMS, STAMPS, Argument, Flags
 from ctatune.gpus import LINE_BYTES, Arena, Gpus
 from ctatune.kernel import Kernel
 from ctatune.layout import pitch
-from ctatune.limits import TILE_K, slab_columns
+from ctatune.limits import TILE_K
 from ctatune.problem import BF16_BYTES, MAX_GPUS
 from ctatune.schedule import PARTIAL, UP, Schedule
 
@@ -154,8 +154,8 @@ class PlacedSchedule:
         p["stamps"] = self._stamps[gpu]
         p["m"], p["h"], p["n"] = problem.m, schedule.y1_width, problem.n
         p["up_k_blocks"] = -(-problem.k // TILE_K)
-        p["x_box_bytes"] = abi.box_bytes(abi.in_box_rows(config.up, problem.m))
-        p["y1_box_bytes"] = abi.box_bytes(abi.in_box_rows(config.down, problem.m))
+        p["x_box_bytes"] = abi.in_box_bytes(config.up, problem.m)
+        p["y1_box_bytes"] = abi.in_box_bytes(config.down, problem.m)
         p["panel_count"] = schedule.panels
         segments, arrivals = schedule.segments, schedule.arrivals(gpu)
         p["pace_ns"] = round(1000 * config.pace_us)
@@ -171,24 +171,24 @@ class PlacedSchedule:
         m, y1_sizes = problem.m, (2, problem.m, self.schedule.y1_width)
         columns = self.schedule.columns
         if own := columns[UP][gpu].width:
-            box = abi.weight_box_rows(config.up, config)
-            p["w_up"] = tensor_map(operands.w_up[gpu], (own, problem.k), box, pitch(problem.k))
-            rows = abi.out_box_rows(config.up, m)
+            sizes = own, problem.k
+            p["w_up"] = abi.weight_map(
+                operands.w_up[gpu], sizes, config.up, config, pitch(problem.k)
+            )
             for i, to in enumerate(_nearest(gpu, self._y1_gpus)):
                 p["y1_to"][i] = self._y1[to]
-                p["y1_out"][i] = tensor_map(
-                    self._y1[to], y1_sizes, rows, box_columns=slab_columns(config.up)
-                )
+                p["y1_out"][i] = abi.out_map(self._y1[to], y1_sizes, config.up, m)
         held = self.schedule.w_down_held(gpu)
         if held[0].width:
-            box = abi.weight_box_rows(config.down, config)
             sizes = tuple(part.width for part in held)
-            p["w_down"] = tensor_map(operands.w_down[gpu], sizes, box, pitch(sizes[1]))
+            p["w_down"] = abi.weight_map(
+                operands.w_down[gpu], sizes, config.down, config, pitch(sizes[1])
+            )
             p["w_down_column"] = held[1].start
-            p["y1"] = tensor_map(self._y1[gpu], y1_sizes, abi.in_box_rows(config.down, m))
+            p["y1"] = abi.in_map(self._y1[gpu], y1_sizes, config.down, m)
         if self.schedule.reduces:
-            box = abi.weight_box_rows(config.down, config)
-            p["ones"] = tensor_map(self._ones[gpu], (config.down.n, config.down.n), box)
+            sizes = config.down.n, config.down.n
+            p["ones"] = abi.weight_map(self._ones[gpu], sizes, config.down, config)
             for i, to in enumerate(_nearest(gpu, self._all)):
                 p["partial_column"][i] = self.schedule.partial_column(to)
             p["partial_width"] = self.schedule.partial_width
@@ -196,13 +196,10 @@ class PlacedSchedule:
     def _write_ends(self, p: Any, gpu: int, x: Sequence[int], y2: Sequence[int]) -> None:
         problem, config = self.schedule.problem, self.schedule.config
         m = problem.m
-        p["x"] = tensor_map(x[gpu], (m, problem.k), abi.in_box_rows(config.up, m))
-        rows = abi.out_box_rows(config.down, m)
+        p["x"] = abi.in_map(x[gpu], (m, problem.k), config.up, m)
         for i, to in enumerate(_nearest(gpu, self.schedule.y2_gpus[gpu])):
             p["y2_to"][i] = y2[to]
-            p["y2_out"][i] = tensor_map(
-                y2[to], (m, problem.n), rows, box_columns=slab_columns(config.down)
-            )
+            p["y2_out"][i] = abi.out_map(y2[to], (m, problem.n), config.down, m)
 
     def _write_flags(self, p: Any, gpu: int) -> None:
         schedule = self.schedule

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 import ctatune
-from ctatune import arrays, graphs, launch, mlp, placement, ranks, shared
+from ctatune import abi, arrays, graphs, mlp, placement, ranks, shared
 from ctatune.config import Config
 from ctatune.gpus import Box
 from ctatune.shared import Shared
@@ -157,9 +157,9 @@ class FakeKernel:
         return SimpleNamespace(hStream=stream), "mlp early" if early else "mlp", argument.block, 0
 
 
-def as_map(*what: Any, box_columns: int = 64) -> np.void:
+def as_map(*what: Any) -> np.void:
     """A tensor map that says what it was made of."""
-    return np.void(repr((*what, box_columns)).encode().ljust(128))
+    return np.void(repr(what).encode().ljust(128))
 
 
 class OnGpu:
@@ -182,7 +182,7 @@ def fake_machine(monkeypatch: Any) -> Any:
     for module in (shared, graphs):
         monkeypatch.setattr(module, "driver", driver)
     monkeypatch.setattr(shared, "Kernel", FakeKernel)
-    monkeypatch.setattr(launch, "tensor_map", as_map)
+    monkeypatch.setattr(abi, "_tensor_map", as_map)
     for module in (placement, ranks):
         monkeypatch.setattr(module, "Arena", FakeArena)
     FakeArena.live.clear()

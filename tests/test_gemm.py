@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
+from mlp_fakes import as_map
 
-from ctatune import gemm
+from ctatune import abi, gemm
 from ctatune.abi import ERROR
 from ctatune.config import Config, Tile
 from ctatune.gemm import Gemm
@@ -53,16 +53,12 @@ class FakeArena:
         return address
 
 
-def as_bytes(*what: Any, box_columns: int = 64) -> np.void:
-    return np.void(repr((*what, box_columns)).encode().ljust(128))
-
-
 @pytest.fixture(params=CONFIGS)
 def made(request, monkeypatch) -> Any:
     """A Gemm on GPU 1 after three calls, its parameter blocks and its memory."""
     monkeypatch.setattr(gemm, "Kernel", FakeKernel)
     monkeypatch.setattr(gemm, "Argument", lambda block: block)
-    monkeypatch.setattr(gemm, "tensor_map", as_bytes)
+    monkeypatch.setattr(abi, "_tensor_map", as_map)
     arena: Any = FakeArena()
     gpus: Any = None
     product = Gemm(gpus, arena, 1, CONFIGS[request.param], Sizes(M, N, K, K, 384, Y), SETS)
@@ -82,9 +78,9 @@ def test_calls_take_sets_in_turn(made):
 def test_a_product_is_down_of_a_machine_of_one_gpu(made):
     in_rows, weight_rows, out_rows = BOXES[made.name]
     for (x, w, y), (_, p) in zip(SETS, made.launched, strict=False):
-        assert p["y1"] == as_bytes(x, (1, M, K), in_rows, K)
-        assert p["w_down"] == as_bytes(w, (N, K), weight_rows, 384)
-        assert p["y2_out"][0] == as_bytes(y, (M, N), out_rows, Y)
+        assert p["y1"] == as_map(x, (1, M, K), in_rows, 64, K)
+        assert p["w_down"] == as_map(w, (N, K), weight_rows, 64, 384)
+        assert p["y2_out"][0] == as_map(y, (M, N), out_rows, 64, Y)
         assert p["y2_to"].tolist() == [y, *[0] * 7]
         assert (p["m"], p["n"], p["y1_box_bytes"]) == (M, Y, in_rows * 128)
         ones = ("y2_outs", "y2_own", "peers", "segment_count")
