@@ -28,10 +28,10 @@ POLL_TIMEOUT_NS = 2_000_000_000
 
 PARAMS = np.dtype(
     [
-        ("x", "V128"),
+        ("x", "V128", 2),
+        ("y1", "V128", 2),
         ("w_up", "V128"),
         ("w_down", "V128"),
-        ("y1", "V128"),
         ("ones", "V128"),
         ("y1_out", "V128", MAX_GPUS),
         ("y2_out", "V128", MAX_GPUS),
@@ -53,8 +53,8 @@ PARAMS = np.dtype(
         ("h", "i4"),
         ("n", "i4"),
         ("up_k_blocks", "i4"),
-        ("x_box_bytes", "i4"),
-        ("y1_box_bytes", "i4"),
+        ("x_box_bytes", "i4", 2),
+        ("y1_box_bytes", "i4", 2),
         ("panel_count", "i4"),
         ("segment_count", "i4"),
         ("arrivals", "i4"),
@@ -74,7 +74,7 @@ PARAMS = np.dtype(
         ("partial_width", "i4"),
         ("y1_gpu", "i4", MAX_GPUS),
         ("y2_gpu", "i4", MAX_GPUS),
-        ("padding", "V104"),  # the struct is aligned to 128 bytes
+        ("padding", "V96"),  # the struct is aligned to 128 bytes
     ],
     align=True,
 )
@@ -134,16 +134,22 @@ class Argument:
         self.address = ctypes.addressof(self._pointers)
 
 
-def in_map(
+def in_maps(
     pointer: int, sizes: tuple[int, ...], tile: Tile, m: int, row_pitch: int | None = None
-) -> np.void:
-    """X or Y1 of m tokens as CTAs load it."""
-    return _tensor_map(pointer, sizes, _in_box_rows(tile, m), TILE_K, row_pitch)
+) -> list[np.void]:
+    """X or Y1 of m tokens as CTAs load it: the box of a tile, and that of a tile in the last row,
+    which has only the rows that are left. A box that sticks out is slow.
+    """
+    full, last = _in_box_rows(tile, m)
+    first = _tensor_map(pointer, sizes, full, TILE_K, row_pitch)
+    if last == full:
+        return [first, first]
+    return [first, _tensor_map(pointer, sizes, last, TILE_K, row_pitch)]
 
 
-def in_box_bytes(tile: Tile, m: int) -> int:
-    """What a box of `in_map` brings into shared memory."""
-    return _in_box_rows(tile, m) * TILE_K * BF16_BYTES
+def in_box_bytes(tile: Tile, m: int) -> list[int]:
+    """What each box of `in_maps` brings into shared memory."""
+    return [rows * TILE_K * BF16_BYTES for rows in _in_box_rows(tile, m)]
 
 
 def weight_map(
@@ -162,9 +168,8 @@ def out_map(
     return _tensor_map(pointer, sizes, rows, slab_columns(tile), row_pitch)
 
 
-def _in_box_rows(tile: Tile, m: int) -> int:
-    """No more rows than exist: a box that sticks out is slow."""
-    return min(tile.m, m)
+def _in_box_rows(tile: Tile, m: int) -> tuple[int, int]:
+    return min(tile.m, m), (m - 1) % tile.m + 1
 
 
 def _tensor_map(

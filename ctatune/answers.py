@@ -1,11 +1,13 @@
 """Answers in microseconds: what `best` said is kept until the user's database changes.
 
 A serving engine asks thousands of times a second. The first question about a problem reads the
-database; every later one is a look into a dict that is never changed in place.
+database, and may have to compute; every later one is a look into a dict that is never changed in
+place, and waits for nobody who computes.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -28,8 +30,18 @@ class _Kept(NamedTuple):
     answers: dict[tuple[Any, ...], Choice]
 
 
-_lock = threading.Lock()
-_kept: dict[Path | None, _Kept] = {}
+_lock = threading.Lock()  # of `_kept`, held for microseconds
+_computing = threading.Lock()  # one thread at a time makes a new answer
+_kept: dict[Path | str | None, _Kept] = {}
+
+
+def _renew_locks() -> None:
+    """In a forked process, whose parent's threads may have held them."""
+    global _lock, _computing
+    _lock, _computing = threading.Lock(), threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
 
 
 def best(
@@ -39,17 +51,20 @@ def best(
     dtype: str = "bf16",
     activation: str = "none",
     output: str = "replicated",
-    db: Path | None = None,
+    db: Path | str | None = None,
     platform: str | None = None,
+    ours: bool = False,
 ) -> Choice:
     """The fastest config known for a problem (`choice.choose` says how), from memory if it can be.
+
+    With `ours` it is one of our kernel, which `Mlp` runs, where a baseline is faster too.
 
     Thread-safe. A change of the database, by whatever process, is seen after CHECK_SECONDS at
     most; `refresh` sees it at once.
 
     Raises: NoAnswer; UsageError for an impossible problem; StoreError for a damaged database.
     """
-    question = (shape, gpus, dtype, activation, output, platform)
+    question = (shape, gpus, dtype, activation, output, platform, ours)
     kept = _kept.get(db)
     if kept is not None and time.monotonic() < kept.until:
         answer = kept.answers.get(question)
@@ -64,31 +79,44 @@ def refresh() -> None:
         _kept.clear()
 
 
-def _read(db: Path | None, question: tuple[Any, ...]) -> Choice:
+def _read(db: Path | str | None, question: tuple[Any, ...]) -> Choice:
     from ctatune import choice  # late: `import ctatune` stays quick
     from ctatune.problem import Problem
     from ctatune.store import default_path
 
-    shape, gpus, dtype, activation, output, platform = question
+    path = Path(db) if db else default_path()
+    found = _looked(db, path).answers.get(question)
+    if found is not None:
+        return found
+    with _computing:
+        kept = _looked(db, path)
+        if question in kept.answers:
+            return kept.answers[question]
+        shape, gpus, dtype, activation, output, platform, ours = question
+        problem = Problem.of(shape, gpus=gpus, dtype=dtype, activation=activation, output=output)
+        answer = choice.choose(problem, path, platform, ours=ours)
+        with _lock:  # what changed while it was read is seen at the next look: the stamp is older
+            now = _kept.get(db)
+            if now is not None and now.answers is kept.answers:
+                _kept[db] = now._replace(answers=kept.answers | {question: answer})
+        return answer
+
+
+def _looked(db: Path | str | None, path: Path) -> _Kept:
+    """What is kept of a database after a look at it."""
     with _lock:
-        path = db or default_path()
-        stamp = _stamp(path)
-        kept = _kept.get(db)
-        same = kept is not None and kept.path == path and kept.stamp == stamp
-        answers = kept.answers if kept is not None and same else {}
-        if question not in answers:
-            problem = Problem.of(
-                shape, gpus=gpus, dtype=dtype, activation=activation, output=output
-            )
-            answers = answers | {question: choice.choose(problem, path, platform)}
-        # What changed while it was read is seen at the next look: the stamp is older than that.
-        _kept[db] = _Kept(path, stamp, time.monotonic() + CHECK_SECONDS, answers)
-        return answers[question]
+        stamp, kept = _stamp(path), _kept.get(db)
+        until = time.monotonic() + CHECK_SECONDS
+        if kept is not None and (kept.path, kept.stamp) == (path, stamp):
+            _kept[db] = kept._replace(until=until)
+        else:
+            _kept[db] = _Kept(path, stamp, until, {})
+        return _kept[db]
 
 
 def _stamp(path: Path) -> _Stamp:
     """The state of a database: its file and its write-ahead log, which commits go to first."""
-    return tuple(_file(name) for name in (path, path.with_name(path.name + "-wal")))
+    return tuple(_file(name) for name in (path, Path(f"{path}-wal")))
 
 
 def _file(path: Path) -> tuple[int, int, int] | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ctatune.baseline_latency import modelled
 from ctatune.config import OWN_KERNEL, AnyConfig
 from ctatune.errors import NoAnswer, UsageError
 from ctatune.known import (
@@ -20,7 +21,7 @@ from ctatune.known import (
     wanted_of,
 )
 from ctatune.limits import why_invalid
-from ctatune.machine_model import load
+from ctatune.machine_model import MachineModel, load
 from ctatune.problem import Output, Problem
 from ctatune.records import Phase, Source
 from ctatune.rows import PredictionRow, Row
@@ -63,28 +64,38 @@ class Choice:
         return asdict(self)
 
 
-def choose(problem: Problem, db: Path | None, platform: str | None) -> Choice:
-    """The fastest config known for a problem: measured, else by races of other numbers of tokens,
-    else simulated, else estimated.
+def choose(
+    problem: Problem, db: Path | None, platform: str | None, *, ours: bool = False
+) -> Choice:
+    """The fastest config known for a problem, or the fastest of our kernel: measured, else by races
+    of other numbers of tokens, else simulated, else estimated.
 
     `db` is the user's database (None: `default_path()`; no file: empty), the shipped measurements
-    lie under it. Without `platform` it is the only one that the user measured, or the shipped one.
+    lie under it. Without `platform` it is the one with enough GPUs that the user measured last, or
+    the shipped one.
 
     Raises: NoAnswer; StoreError for a damaged database.
     """
     user = user_rows(db or default_path(), problem)
-    wanted = wanted_of(problem, platform_of(user, platform))
-    ours, theirs = alike(user.of_tokens(problem.m), wanted), alike(shipped(problem.shape), wanted)
-    failed = failed_in([*ours, *theirs])
-    no_kernel = _why_no_kernel(problem, [*ours, *theirs], failed)
+    wanted = wanted_of(problem, platform_of(problem, user, platform))
+    own, theirs = alike(user.of_tokens(problem.m), wanted), alike(shipped(problem.shape), wanted)
+    failed = failed_in([*own, *theirs])
+    no_kernel = _why_no_kernel(problem, [*own, *theirs], failed)
+    barred = _baselines(problem, [*own, *theirs]) if ours else set()
     for phase in ("final", "screen"):
-        for same, note in ((ours, ""), (theirs, "from the shipped measurements")):
-            if choice := _measured(problem, wanted, same, failed, no_kernel, phase, note):
+        for same, note in ((own, ""), (theirs, "from the shipped measurements")):
+            if choice := _measured(problem, wanted, same, failed | barred, no_kernel, phase, note):
                 return choice
     why = _why_not_measured(wanted, (*user.of_tokens(problem.m), *shipped(problem.shape)))
     near = of_weights(problem, user, wanted)
     failed |= {row.config for row in near if row.measurement.outcome == "wrong"}
-    return _computed(problem, wanted, near, user.predictions, failed, why)
+    return _computed(problem, wanted, near, user.predictions, failed | barred, why)
+
+
+def _baselines(problem: Problem, same: Sequence[Row]) -> set[AnyConfig]:
+    """All that may not answer where one of our kernel is asked for."""
+    measured = {row.config for row in same if row.config.method != "cta"}
+    return measured | set[AnyConfig](modelled(problem))
 
 
 def failed_in(same: Sequence[Row]) -> set[AnyConfig]:
@@ -157,7 +168,7 @@ def _measured(
         source="measured",
         verified=True,
         baselines={row.config.method: _latency_us(row) for row in reversed(rivals)},
-        note="; ".join(filter(None, [*notes, origin])),
+        notes=[*notes, origin],
         evidence=_evidence(won),
     )
 
@@ -234,10 +245,8 @@ def _computed(
     """What the nearest measured numbers of tokens say, else simulations, else the estimate."""
     from ctatune import computed, neighbours  # late: they import NumPy
 
-    try:
-        machine = load(wanted["platform"]).for_gpus(problem.gpus)
-    except UsageError as error:
-        raise NoAnswer(f"{why}; nothing can be computed: {error}") from error
+    machine, notes = _model(wanted, why)
+    machine = machine.for_gpus(problem.gpus)
     found = neighbours.decide(problem, near, machine, failed)
     found = found or computed.decide(problem, machine, predictions, failed)
     if found is None:
@@ -252,10 +261,41 @@ def _computed(
         source=found.source,
         verified=False,
         baselines=found.baselines,
-        note="; ".join([why, *found.notes]),
+        notes=[why, *found.notes, *notes],
     )
 
 
-def _choice(problem: Problem, wanted: dict[str, Any], config: AnyConfig, **rest: Any) -> Choice:
+def _model(wanted: dict[str, Any], why: str) -> tuple[MachineModel, list[str]]:
+    """The model of a platform, or that of the shipped one with the same GPU, and a note of that."""
+    try:
+        return load(wanted["platform"]), []
+    except UsageError as error:
+        usual = load()
+        if wanted.get("gpu") != usual.platform.gpu:
+            raise NoAnswer(f"{why}; nothing can be computed: {error}") from error
+        note = f"with the rates of {usual.platform.name}: fit makes a model of this platform"
+        return replace(usual, platform=replace(usual.platform, name=wanted["platform"])), [note]
+
+
+def _choice(
+    problem: Problem,
+    wanted: dict[str, Any],
+    config: AnyConfig,
+    *,
+    latency_us: float,
+    baselines: dict[str, float],
+    notes: Sequence[str],
+    **rest: Any,
+) -> Choice:
     asked = {name: wanted[name] for name in ("dtype", "activation", "gpus", "output", "platform")}
-    return Choice(**asked, shape=problem.shape, method=config.method, config=config, **rest)
+    alone = problem.gpus > 1 and baselines.get("single", math.inf) < latency_us
+    return Choice(
+        **asked,
+        shape=problem.shape,
+        method=config.method,
+        config=config,
+        latency_us=latency_us,
+        baselines=baselines,
+        note="; ".join(filter(None, [*notes, "one GPU alone is faster" if alone else ""])),
+        **rest,
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ from typing import Any
 import click
 
 from ctatune import __version__, data_commands
-from ctatune.errors import CtatuneError, UsageError
+from ctatune.errors import CtatuneError, DeviceError, NoAnswer, UsageError
+from ctatune.limits import why_invalid
 from ctatune.options import (
-    SHAPE_HELP,
     SHAPES_HELP,
     TRIALS_HELP,
     command_line,
@@ -29,8 +30,10 @@ from ctatune.options import (
 )
 from ctatune.presets import PRESETS
 from ctatune.problem import Problem
+from ctatune.space import candidates, default_config
 
 FAILED, NO_ANSWER, INTERRUPTED = 1, 3, 130
+GO_ON = ("search", "bench", "calibrate")
 
 
 class _Commands(click.Group):
@@ -42,8 +45,13 @@ class _Commands(click.Group):
         except CtatuneError as error:
             message, code = str(error), error.exit_code
         except KeyboardInterrupt:
-            message = "stopped; what was tried is stored, and the same command goes on"
-            code = INTERRUPTED
+            message, code = "stopped", INTERRUPTED
+            if ctx.invoked_subcommand in GO_ON:
+                message += "; what was tried is stored, and the same command goes on"
+        except BrokenPipeError:
+            raise  # click ends quietly when nobody reads on
+        except OSError as error:  # of stdout: what commands read and write says it itself
+            message, code = f"cannot write the output: {error.strerror}", FAILED
         click.echo(f"ctatune: {message}", err=True)
         sys.exit(code)
 
@@ -99,7 +107,7 @@ def search(
     from ctatune.progress import Progress
 
     seconds = seconds_of(time_text) if time_text else None
-    problems = list(dict.fromkeys(Problem.of(shape, **problem_fields) for shape in shapes))
+    problems = _problems(shapes, problem_fields)
     choices = []
     with session.open_session(problems[0].gpus, db, platform, command_line()) as opened:
         if opened.simulates:
@@ -110,29 +118,40 @@ def search(
             if not progress.trials:
                 click.echo(f"ctatune: {problem.shape}: no new config of ours was tried", err=True)
             if opened.simulates and choice.source in ("measured", "neighbour"):
-                click.echo("ctatune: measurements answer before simulations", err=True)
+                text = (
+                    "measurements answer before simulations, those of other numbers of tokens too"
+                )
+                click.echo(f"ctatune: {text}", err=True)
             choices.append(choice)
             if not as_json:
                 _print_choice(choice)
     if as_json:
-        documents = [choice.to_json() for choice in choices]
-        click.echo(json.dumps(documents[0] if len(documents) == 1 else documents, indent=2))
+        _print_json(choices)
 
 
 @main.command()
-@click.option("--shape", required=True, help=SHAPE_HELP)
+@click.option("--shape", "shapes", multiple=True, required=True, help=SHAPES_HELP)
+@click.option("--ours", is_flag=True, help="Of our kernel alone, which `ctatune.Mlp` runs.")
 @problem_options
 @common_options
 def best(
-    shape: str, db: Path | None, platform: str | None, as_json: bool, **problem_fields: Any
+    shapes: tuple[str, ...],
+    ours: bool,
+    db: Path | None,
+    platform: str | None,
+    as_json: bool,
+    **problem_fields: Any,
 ) -> None:
     """Say which config to run, its latency, and where that number comes from."""
     from ctatune.answers import best as best_of
 
-    choice = best_of(shape, db=db, platform=platform, **problem_fields)
+    asked = {"db": db, "platform": platform, "ours": ours} | problem_fields
+    choices = [best_of(shape, **asked) for shape in dict.fromkeys(shapes)]
+    if db and not db.exists():
+        click.echo(f"ctatune: {db} does not exist: what is shipped answers", err=True)
     if as_json:
-        click.echo(json.dumps(choice.to_json(), indent=2))
-    else:
+        _print_json(choices)
+    for choice in () if as_json else choices:
         _print_choice(choice)
 
 
@@ -175,7 +194,7 @@ def bench(
     if not stored:
         with session.open_session(problems[0].gpus, db, platform, command_line()) as opened:
             if opened.simulates:
-                raise UsageError("a race needs GPUs; `--stored` shows the newest stored one")
+                raise DeviceError("a race needs GPUs; `--stored` shows the newest stored one")
             for problem in problems:
                 with Progress(problem) as progress:
                     opened.search(problem, progress.show, trials=trials, race=True)
@@ -199,6 +218,22 @@ def bench(
         click.echo("\n".join(texts), nl=False)
     if not any(races.values()):
         sys.exit(NO_ANSWER)
+
+
+def _problems(shapes: Iterable[str], fields: dict[str, Any]) -> list[Problem]:
+    """Each problem once. Raises: NoAnswer for one that our kernel cannot run, before any work."""
+    problems = list(dict.fromkeys(Problem.of(shape, **fields) for shape in shapes))
+    for problem in problems:
+        if next(candidates(problem), None) is None:
+            reason = why_invalid(default_config(problem), problem)
+            raise NoAnswer(f"no config can run {problem.shape}: {reason}")
+    return problems
+
+
+def _print_json(choices: list[Any]) -> None:
+    """One document, or a list of several."""
+    documents = [choice.to_json() for choice in choices]
+    click.echo(json.dumps(documents[0] if len(documents) == 1 else documents, indent=2))
 
 
 def _say_what_is_left_out(known: dict[Problem, Any]) -> None:

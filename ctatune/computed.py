@@ -40,11 +40,11 @@ def decide(
     predictions: Sequence[PredictionRow],
     failed: set[AnyConfig],
 ) -> Computed | None:
-    """The fastest config by the user's simulations, else by the estimate, or a baseline that has a
-    model and is faster; never one that failed. None when nothing of ours can run."""
-    found = _simulated(problem, machine, predictions, failed)
-    source: Source = "simulated" if found else "predicted"
-    found = found or _estimated(problem, machine, failed)
+    """The fastest config by the user's simulations and, where it was not simulated, the first by
+    the estimate, or a baseline that has a model and is faster; never one that failed. None when
+    nothing of ours can run."""
+    simulated = _simulated(problem, machine, predictions, failed)
+    found = _estimated(problem, machine, failed) | simulated
     if not found:
         return None
     rivals: dict[AnyConfig, Prediction] = {
@@ -54,15 +54,15 @@ def decide(
     best = fastest(problem, every, failed)
     assert best is not None  # ours did not fail
     prediction = every[best]
-    notes = [f"computed by {prediction.model}, which knows no micro-batches"]
-    if rivals[Baseline(method="single")].latency_us < prediction.latency_us:
-        notes.append("one GPU alone is faster")
     return Computed(
         config=best,
         prediction=prediction,
-        source=source if best in found else "predicted",
+        source="simulated" if best in simulated else "predicted",
         baselines=of_baselines(rivals),
-        notes=notes + outside(problem, machine),
+        notes=[
+            f"computed by {prediction.model}, which knows no micro-batches",
+            *outside(problem, machine),
+        ],
     )
 
 
@@ -100,6 +100,7 @@ def _simulated(
         and row.run.platform.name == machine.platform.name
         and row.prediction.model == SIMULATOR
         and row.config not in failed
+        and row.good
         and why_invalid(row.config, problem, sm_count=machine.platform.sm_count) is None
     }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from ctatune.errors import UsageError
+from ctatune.errors import StoreError, UsageError
 from ctatune.options import (
     SHAPE_HELP,
     command_line,
@@ -105,14 +105,21 @@ def merge(files: tuple[Path, ...], db: Path | None) -> None:
     from ctatune.seed import import_lines
     from ctatune.store import Store, default_path
 
+    useless = []
     with Store.open(db or default_path()) as store:
         for path in files:
             try:
                 lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
             except OSError as error:
                 raise UsageError(f"cannot read {path}: {error.strerror}") from error
+            if lines and lines[0].startswith("["):  # `export --json`: a line each, and commas
+                lines = [line.strip("[],") for line in lines]
             done = import_lines(store, lines, origin=str(path))
             click.echo(f"{path}: {done.added} added, {done.known} known, {done.damaged} damaged")
+            if done.damaged and not (done.added or done.known):
+                useless.append(str(path))
+    if useless:
+        raise StoreError(f"no line of {', '.join(useless)} is a measurement")
 
 
 COMMANDS = (calibrate, fit, export, merge)

@@ -22,6 +22,7 @@ from ctatune.config import AnyConfig, Config
 from ctatune.errors import UsageError
 from ctatune.known import of_this_kernel
 from ctatune.latency import estimate
+from ctatune.limits import why_invalid
 from ctatune.machine_model import Z90, MachineModel, family, model_of
 from ctatune.problem import Problem
 from ctatune.records import Prediction
@@ -67,7 +68,7 @@ def points(rows: Iterable[Row]) -> list[Point]:
     newest: dict[tuple[Problem, AnyConfig], Row] = {}
     for row in sorted(rows, key=lambda row: row.age):
         good = row.good and row.measurement.phase == "screen" and row.of_this_protocol
-        of_ours = isinstance(row.config, Config) and of_this_kernel(row)
+        of_ours = of_this_kernel(row) and _can_run(row)
         has_model = plain(row.config) in modelled(row.problem)
         if good and (of_ours or has_model):
             newest[row.problem, row.config] = row
@@ -79,6 +80,11 @@ def points(rows: Iterable[Row]) -> list[Point]:
         (Point(*key, latency_us) for key, latency_us in found.items()),
         key=lambda point: (point.problem.shape, point.problem.gpus, str(point.config)),
     )
+
+
+def _can_run(row: Row) -> bool:
+    """Not so where a file was edited by hand."""
+    return isinstance(row.config, Config) and why_invalid(row.config, row.problem) is None
 
 
 def ours(some: Iterable[Point]) -> list[Point]:

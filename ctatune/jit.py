@@ -90,20 +90,33 @@ def kernel_hash() -> str:
 def present_kernels() -> frozenset[str]:
     """Hashes of the MLP kernel and of older versions whose machine code is the same.
 
-    `kernels/equal.json` names these and those of `equal_kernels`, and what compared them; a change
-    of the code ends it.
+    `kernels/equal.json` names, for a version, those before it that it equals, and what compared
+    them. A change of the code that it does not name ends it.
     """
-    return frozenset({kernel_hash(), *_equal("same code")})
+    return _reached(("same code",))
 
 
 def equal_kernels() -> frozenset[str]:
     """Hashes of older versions of the MLP kernel whose latencies count as those of the present one,
     as races of both said."""
-    return frozenset(_equal("as fast"))
+    return _reached(("same code", "as fast")) - present_kernels()
 
 
-def _equal(kind: str) -> dict[str, str]:
-    return _equal_kernels().get(kernel_hash(), {}).get(kind, {})
+def equal_with_whole_tiles() -> frozenset[str]:
+    """Hashes of still older versions, whose latencies count where no tile has fewer rows than
+    others."""
+    links = "same code", "as fast", "as fast with whole tiles"
+    return _reached(links) - equal_kernels() - present_kernels()
+
+
+def _reached(kinds: tuple[str, ...]) -> frozenset[str]:
+    """The present version and, link by link, those that it equals."""
+    found, new = set[str](), {kernel_hash()}
+    while new:
+        found |= new
+        links = (_equal_kernels().get(name, {}).get(kind, {}) for name in new for kind in kinds)
+        new = {old for link in links for old in link} - found
+    return frozenset(found)
 
 
 @cache

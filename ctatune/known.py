@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ctatune import jit
-from ctatune.config import OWN_KERNEL
+from ctatune.config import OWN_KERNEL, Config
 from ctatune.errors import UsageError
 from ctatune.machine_model import DEFAULT_PLATFORM, load
 from ctatune.problem import Problem
@@ -30,7 +30,7 @@ class UserRows:
 
     rows: tuple[Row, ...] = ()  # of the same weights and any number of tokens
     predictions: tuple[PredictionRow, ...] = ()
-    platforms: tuple[str, ...] = ()
+    platforms: tuple[Platform, ...] = ()  # with enough GPUs, the one that was used last first
 
     def of_tokens(self, m: int) -> tuple[Row, ...]:
         """The rows of as many tokens."""
@@ -47,20 +47,23 @@ class Stored(NamedTuple):
 def stored_rows(problem: Problem, db: Path | None, platform: str | None) -> Stored:
     """What is known of a problem: shipped rows, then the user's."""
     user = user_rows(db or default_path(), problem)
-    wanted = wanted_of(problem, platform_of(user, platform))
+    wanted = wanted_of(problem, platform_of(problem, user, platform))
     rows = (*shipped(problem.shape), *user.of_tokens(problem.m))
     outdated = [row for row in rows if _outdated(row) and not _elsewhere(row, wanted)]
     return Stored(alike(rows, wanted), len(outdated))
 
 
-def platform_of(user: UserRows, name: str | None) -> dict[str, Any]:
-    """The platform asked for, as it was when the user last measured on it, or as it is shipped."""
-    usual = user.platforms[0] if len(user.platforms) == 1 else DEFAULT_PLATFORM
-    name = name or usual
+def platform_of(problem: Problem, user: UserRows, name: str | None) -> dict[str, Any]:
+    """The platform asked for, or that on which the user measured last: as it was when the problem
+    was last measured on it, else any of these weights, else as it is shipped."""
+    name = name or (user.platforms[0].name if user.platforms else DEFAULT_PLATFORM)
     rows = [row for row in user.rows if row.platform.name == name]
+    rows = [row for row in rows if row.problem == problem] or rows
+    if rows:
+        return identity(max(rows, key=lambda row: row.age).platform)
     with suppress(UsageError):  # one that is neither measured nor shipped: the name will differ
-        newest = max(rows, key=lambda row: row.age, default=None)
-        return identity(newest.platform if newest else load(name).platform)
+        used = [platform for platform in user.platforms if platform.name == name]
+        return identity(used[0] if used else load(name).platform)
     return {"platform": name}
 
 
@@ -79,7 +82,7 @@ def user_rows(path: Path, problem: Problem) -> UserRows:
         return UserRows(
             rows=tuple(store.measurements(**sizes)),
             predictions=tuple(store.predictions(problem)),
-            platforms=tuple(store.platforms()),
+            platforms=tuple(store.platforms(problem.gpus)),
         )
 
 
@@ -123,13 +126,26 @@ def of_this_kernel(row: Row) -> bool:
 
 
 def is_older(row: Row) -> bool:
-    """Whether a row is of our kernel in one of the versions `jit.equal_kernels`, or of a race by a
-    protocol that still counts."""
+    """Whether a row is of our kernel in an older version that counts, or of a race by a protocol
+    that still counts."""
     return _is_older_kernel(row) or row.of_older_race
 
 
 def _is_older_kernel(row: Row) -> bool:
-    return row.config.method in OWN_KERNEL and row.kernel_hash in jit.equal_kernels()
+    if row.config.method not in OWN_KERNEL:
+        return False
+    name = row.kernel_hash
+    return name in jit.equal_kernels() or (
+        name in jit.equal_with_whole_tiles() and _has_whole_tiles(row)
+    )
+
+
+def _has_whole_tiles(row: Row) -> bool:
+    """Whether all tiles have as many rows. Of micro-batches it is known for powers of two."""
+    m, config = row.problem.m, row.config
+    if not isinstance(config, Config):
+        return m & (m - 1) == 0
+    return all(m <= tile.m or m % tile.m == 0 for tile in config.tiles)
 
 
 def how_old(rows: Iterable[Row]) -> str:
@@ -175,3 +191,10 @@ def of_weights(problem: Problem, user: UserRows, wanted: dict[str, Any]) -> list
     ours = alike(user.rows, wanted)
     own = {row.problem.m for row in ours if row.is_final_of_ours}
     return [*ours, *(row for row in theirs if row.problem.m not in own)]
+
+
+def tokens_of_ours(problem: Problem, db: Path | None, platform: str | None) -> set[int]:
+    """The numbers of tokens of which our kernel was measured, with these weights."""
+    user = user_rows(db or default_path(), problem)
+    near = of_weights(problem, user, wanted_of(problem, platform_of(problem, user, platform)))
+    return {row.problem.m for row in near if row.good and row.config.method == "cta"}

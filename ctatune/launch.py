@@ -185,7 +185,7 @@ class PlacedSchedule:
                 operands.w_down[gpu], sizes, config.down, config, pitch(sizes[1])
             )
             p["w_down_column"] = held[1].start
-            p["y1"] = abi.in_map(self._y1[gpu], y1_sizes, config.down, m)
+            p["y1"] = abi.in_maps(self._y1[gpu], y1_sizes, config.down, m)
         if self.schedule.reduces:
             sizes = config.down.n, config.down.n
             p["ones"] = abi.weight_map(self._ones[gpu], sizes, config.down, config)
@@ -196,7 +196,7 @@ class PlacedSchedule:
     def _write_ends(self, p: Any, gpu: int, x: Sequence[int], y2: Sequence[int]) -> None:
         problem, config = self.schedule.problem, self.schedule.config
         m = problem.m
-        p["x"] = abi.in_map(x[gpu], (m, problem.k), config.up, m)
+        p["x"] = abi.in_maps(x[gpu], (m, problem.k), config.up, m)
         for i, to in enumerate(_nearest(gpu, self.schedule.y2_gpus[gpu])):
             p["y2_to"][i] = y2[to]
             p["y2_out"][i] = abi.out_map(y2[to], (m, problem.n), config.down, m)

@@ -25,7 +25,7 @@ _BURST_FADE = 0.55  # of the loss from one tile of a CTA to its next
 _PACED_PART = 0.1  # of the loss that pacing leaves
 _OUTSIDE = 3.0  # times the log error to expect where nothing near was measured
 _MAY_BE_ZERO = {
-    *("hbm_half_ctas", "coalesced", "drift", "ragged", "burst_loss"),
+    *("hbm_half_ctas", "coalesced", "drift", "burst_loss"),
     *("flag_us", "launch_us", "tile_us", "flop_pj", "l2_pj", "hbm_pj"),
 }
 
@@ -63,7 +63,6 @@ class MachineModel:
     power_exponent: float
     drift: float
     coalesced: float
-    ragged: float
     overlap_power: float
     nccl_us: float
     nccl_gbps: float
@@ -201,7 +200,6 @@ class MachineModel:
             tensor_us=self.tensor_us(work) / clock,
             memory=memory(0.0),
             memory_ahead=memory(work.ahead_bytes),
-            ragged_us=self.ragged * work.ragged_bytes / self.sm_port_gbps / clock * 1e-3,
             between_us=self.tile_us + self.epilogue_us(work.tile) / clock,
         )
 

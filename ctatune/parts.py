@@ -15,7 +15,7 @@ from ctatune.schedule import DOWN, UP, layer_columns
 from ctatune.work import Memory, TileTime, Work
 
 _NONE = Memory(0.0, 0.0, 0.0, 0.0)
-_NO_TIME = TileTime(0.0, _NONE, _NONE, 0.0, 0.0)  # of a GPU that has no tiles of a layer
+_NO_TIME = TileTime(0.0, _NONE, _NONE, 0.0)  # of a GPU that has no tiles of a layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -10,17 +10,21 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
 from ctatune import answers
 from ctatune.choice import Choice, failed_in
+from ctatune.computed import rank
 from ctatune.config import AnyConfig, Config, DownAxis
 from ctatune.errors import NoAnswer, UsageError
-from ctatune.known import stored_rows
+from ctatune.known import stored_rows, tokens_of_ours
+from ctatune.latency import estimate
 from ctatune.layout import pitch
 from ctatune.limits import default_split, why_invalid
+from ctatune.machine_model import load
 from ctatune.problem import Problem
 from ctatune.records import Source
 from ctatune.rows import Row
@@ -28,6 +32,8 @@ from ctatune.schedule import Columns, layer_columns, split_columns, w_down_held
 from ctatune.space import candidates, default_config
 
 UNIT = 256  # columns: 160, 192 and 224 alone, of the widths of tiles, do not divide it
+MARGIN = 1.05  # what a race may find more than a screening
+PREDICTED = 4  # configs that are taken from the estimate where the answer does not fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +49,9 @@ class Plan:
 def bucket(m: int) -> int:
     """The tokens that stand for m: the next power of two, where most measurements are."""
     return 1 << (m - 1).bit_length()
+
+
+_Rated = tuple[float, Plan]  # with the microseconds that it may take at most
 
 
 class _Way(NamedTuple):
@@ -63,7 +72,8 @@ class Plans:
         self._problem, self._choice, self._db = problem, choice, db
         self._platform = platform or (choice.platform if choice else None)
         # By tokens, and what failed there.
-        self._of_bucket: dict[int, tuple[list[Plan], set[AnyConfig]]] = {}
+        self._of_tokens: dict[int, tuple[list[Plan], set[AnyConfig]]] = {}
+        self._measured: set[int] | None = None  # tokens of which our kernel was measured
         self._warned = False
         given = choice.config if choice else None
         if isinstance(given, Config):
@@ -111,65 +121,92 @@ class Plans:
 
     def _able(self, problem: Problem) -> Iterator[Plan]:
         """Plans that can run, the best first; those that take long to find come last."""
-        m = bucket(problem.m)
-        if self._choice and self._choice.shape == problem.shape:
-            m = problem.m
-        if m not in self._of_bucket:
-            self._of_bucket[m] = self._looked_up(replace(problem, m=m))
-        plans, failed = self._of_bucket[m]
+        m = problem.m if self._is_known(problem) else bucket(problem.m)
+        if m not in self._of_tokens:
+            self._of_tokens[m] = self._looked_up(replace(problem, m=m))
+        plans, failed = self._of_tokens[m]
         for plan in plans:
             moved = plan if m == problem.m else _for_others(plan, m)
             # Tiles that go in pairs need an even number of tile rows: the same tiles without.
             for config in (plan.config, replace(plan.config, multicast=False)):
-                if config not in failed and self._fits(problem, config):
+                if config not in failed and self._can_run(problem, config):
                     yield replace(moved, config=config)
         for default in chain([default_config(problem)], candidates(problem)):
             config = replace(default, **self._way._asdict())
-            if config not in failed and self._fits(problem, config):
+            if config not in failed and self._can_run(problem, config):
                 yield Plan(config=config, source="predicted", note="a default of the search space")
 
-    def _fits(self, problem: Problem, config: Config) -> bool:
-        """Whether a config can run on weights that are divided as they are."""
+    def _is_known(self, problem: Problem) -> bool:
+        """Whether the caller has chosen, or somebody measured, just so many tokens."""
+        if self._measured is None:
+            self._measured = tokens_of_ours(self._problem, self._db, self._platform)
+        chosen = self._choice is not None and self._choice.shape == problem.shape
+        return chosen or problem.m in self._measured
+
+    def _can_run(self, problem: Problem, config: Config) -> bool:
+        return self._fits(config) and why_invalid(config, problem) is None
+
+    def _fits(self, config: Config) -> bool:
+        """Whether a config divides the weights as they are divided."""
         if (config.mix, config.stage_split, config.down_axis) != self._way:
             return False
-        for own, layer, tile in zip(self.division, problem.layers, config.tiles, strict=True):
+        for own, layer, tile in zip(self.division, self._problem.layers, config.tiles, strict=True):
             if any(part.stop % tile.n and part.stop != layer.outputs for part in own):
                 return False
-        return why_invalid(config, problem) is None
+        return True
 
     def _looked_up(self, problem: Problem) -> tuple[list[Plan], set[AnyConfig]]:
         """What is known for a problem, and what failed there, unless the caller has chosen it."""
         rows = stored_rows(problem, self._db, self._platform).rows
         failed = failed_in(rows) - ({self._choice.config} if self._choice else set())
-        return [plan for plan in self._known(problem, rows) if plan.config not in failed], failed
-
-    def _known(self, problem: Problem, rows: Sequence[Row]) -> Iterator[Plan]:
-        """The answer for a problem, then our other configs that were measured (`rows`): those that
-        raced, then those that were screened, each the fastest first."""
-        answer = self._answer(problem)
-        instead = ""
-        if answer is not None and isinstance(answer.config, Config):
-            yield Plan(config=answer.config, source=answer.source, note=answer.note)
-        elif answer is not None:
-            instead = f"the answer, {answer.config}, is not our kernel; "
-        good = [row for row in rows if row.good and isinstance(row.config, Config)]
-        good.sort(
-            key=lambda row: (row.measurement.phase != "final", row.measurement.latency_us or 0.0)
-        )
-        for row in good:
-            assert isinstance(row.config, Config)
-            note = f"{instead}measured at {row.measurement.latency_us:.1f} us"
-            yield Plan(config=row.config, source="measured", note=note)
+        choice, found = self._answer(problem), self._measured_plans(rows)
+        config = choice.config if choice else None
+        if choice and isinstance(config, Config) and self._fits(config) and config not in failed:
+            answer = Plan(config=config, source=choice.source, note=choice.note)
+            return [answer, *(plan for _, plan in found if plan.config not in failed)], failed
+        if choice:
+            found += self._predicted_plans(problem, choice.platform)
+        found.sort(key=itemgetter(0))
+        return [plan for _, plan in found if plan.config not in failed], failed
 
     def _answer(self, problem: Problem) -> Choice | None:
+        """The caller's choice, or the best of our kernel."""
         if self._choice and self._choice.shape == problem.shape:
             return self._choice
         try:
             return answers.best(
-                problem.shape, gpus=problem.gpus, db=self._db, platform=self._platform
+                problem.shape, gpus=problem.gpus, db=self._db, platform=self._platform, ours=True
             )
         except NoAnswer:
             return None
+
+    def _measured_plans(self, rows: Sequence[Row]) -> list[_Rated]:
+        """Our configs that were measured and fit."""
+        found: dict[Config, _Rated] = {}
+        newest = sorted(rows, key=lambda row: row.age, reverse=True)
+        for row in sorted(newest, key=lambda row: row.measurement.phase != "final"):
+            config, latency_us = row.config, row.measurement.latency_us
+            if not (row.good and latency_us and isinstance(config, Config) and self._fits(config)):
+                continue
+            plan = Plan(config=config, source="measured", note=f"measured at {latency_us:.1f} us")
+            most_us = latency_us * (1.0 if row.measurement.phase == "final" else MARGIN)
+            found.setdefault(config, (most_us, plan))
+        return sorted(found.values(), key=itemgetter(0))
+
+    def _predicted_plans(self, problem: Problem, platform: str) -> list[_Rated]:
+        """The best by estimate of those that fit."""
+        try:
+            machine = load(platform).for_gpus(problem.gpus)
+        except UsageError:  # there is no model of this platform
+            return []
+        fitting = filter(self._fits, rank(problem, machine))
+        found: list[_Rated] = []
+        for config in islice(fitting, PREDICTED):
+            expected = estimate(problem, config, machine)
+            note = f"estimated at {expected.latency_us:.1f} us"
+            plan = Plan(config=config, source="predicted", note=note)
+            found.append((expected.interval_us[1], plan))
+        return found
 
 
 def _for_others(plan: Plan, m: int) -> Plan:

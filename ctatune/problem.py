@@ -47,11 +47,8 @@ class Problem:
 
     def __post_init__(self) -> None:
         for name in ("m", "k", "h", "n"):
-            size = getattr(self, name)
-            if not 1 <= size <= MAX_DIMENSION:
-                raise UsageError(f"{name} must be between 1 and {MAX_DIMENSION}, got {size}")
-        if not 1 <= self.gpus <= MAX_GPUS:
-            raise UsageError(f"gpus must be between 1 and {MAX_GPUS}, got {self.gpus}")
+            _require_whole(name, getattr(self, name), MAX_DIMENSION)
+        _require_whole("gpus", self.gpus, MAX_GPUS)
         for name, known in (("dtype", DTYPES), ("activation", ACTIVATIONS), ("output", OUTPUTS)):
             if getattr(self, name) not in known:
                 choices = ", ".join(known)
@@ -89,6 +86,11 @@ class Problem:
     def weight_bytes(self) -> int:
         """Bytes of both weights, stored once over the whole machine."""
         return DTYPES[self.dtype] * (self.k * self.h + self.h * self.n)
+
+
+def _require_whole(name: str, value: object, most: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise UsageError(f"{name} must be between 1 and {most}, got {value!r}")
 
 
 def parse_shape(text: str) -> tuple[int, int, int, int]:

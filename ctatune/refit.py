@@ -11,7 +11,7 @@ from ctatune import accuracy, fit
 from ctatune.accuracy import Accuracy, Regret
 from ctatune.errors import UsageError
 from ctatune.fit import Point
-from ctatune.jit import equal_kernels, present_kernels
+from ctatune.jit import equal_kernels, equal_with_whole_tiles, present_kernels
 from ctatune.machine_model import MachineModel, document, load, model_of
 from ctatune.records import SCREENING, Platform, Regime
 from ctatune.rows import Row
@@ -55,7 +55,7 @@ def refit(db: Path | None, platform: str | None, out: Path | None) -> Refit:
     shapes = sorted({point.problem.shape for point in held})
     after["fit"] = {
         "protocol": SCREENING,
-        "kernels": sorted(present_kernels() | equal_kernels()),
+        "kernels": sorted(present_kernels() | equal_kernels() | equal_with_whole_tiles()),
         "sha256_of_points": accuracy.fingerprint(points),
         "points": len(train),
         "shapes": len({point.problem.shape for point in train}),

@@ -116,6 +116,11 @@ class PredictionRow:
     config: AnyConfig
     prediction: Prediction
 
+    @property
+    def good(self) -> bool:
+        """Whether its latency can be one."""
+        return 0.0 < self.prediction.latency_us < math.inf
+
 
 def canonical_json(value: object) -> str:
     """JSON with sorted keys and no spaces, in one line of ASCII; nan becomes null, inf a string."""

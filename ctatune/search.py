@@ -145,7 +145,7 @@ class Simulated:
         return {
             row.config: row.prediction.latency_us
             for row in rows
-            if row.prediction.model in (SIMULATOR, latency.ESTIMATE)
+            if row.good and row.prediction.model in (SIMULATOR, latency.ESTIMATE)
         }
 
     def raced(self) -> bool:

@@ -64,7 +64,7 @@ def import_lines(store: Store, lines: Iterable[str], *, origin: str) -> Imported
                     known += 1
             except DAMAGE as error:
                 damaged += 1
-                warn_once(f"{origin} line {number} is damaged, skipped: {error}")
+                warn_once(f"{origin} line {number} is damaged, skipped: {error!r}")
     return Imported(added, known, damaged)
 
 

@@ -80,10 +80,10 @@ class Session:
         """Screen `calibrate.plan` of every problem until time is up.
 
         What is stored is not measured again. `report` hears of each shape and of how many configs
-        were timed. Raises: UsageError without a GPU.
+        were timed. Raises: DeviceError without a GPU.
         """
         if self._worker is None:
-            raise UsageError("a calibration needs GPUs")
+            raise DeviceError("a calibration needs GPUs")
         end = time.monotonic() + seconds
         for problem in problems:
             judge = search.Hardware(problem, self._store, self._run_id, self._worker, self._machine)

@@ -23,7 +23,7 @@ from ctatune.problem import BF16_BYTES, Problem
 from ctatune.records import Prediction
 from ctatune.schedule import DOWN, NOTHING, PARTIAL, UP, Schedule, build
 
-SIMULATOR = "simulator-8"
+SIMULATOR = "simulator-9"
 
 
 class TileSpan(NamedTuple):

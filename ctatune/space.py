@@ -178,10 +178,11 @@ def _useful(tile_m: int, m: int) -> bool:
 
 def _ways(gpus: int) -> list[tuple[float, tuple[int, int], DownAxis]]:
     """Mix, stage split and axis: tensor parallel with either axis, and each other mix with 1/4,
-    1/2 or 3/4 of the GPUs up."""
+    1/2 (rounded down, and up as the default is) or 3/4 of the GPUs up."""
     if gpus == 1:
         return [(1.0, default_split(1), "n")]
-    splits = sorted({max(1, gpus * quarters // 4) for quarters in (1, 2, 3)})
+    quarters = {max(1, gpus * count // 4) for count in (1, 2, 3)}
+    splits = sorted(quarters | {default_split(gpus)[0]})
     return [
         (1.0, default_split(gpus), "n"),
         (1.0, default_split(gpus), "h"),

@@ -6,7 +6,7 @@ import os
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -105,7 +105,7 @@ class Store(AbstractContextManager["Store"]):
         applied = self._read("SELECT name FROM schema_migration") if tables else ()
         names = {row["name"] for row in applied}
         if newer := names - known.keys():
-            raise StoreError(f"{self.name}: schema {max(newer)} needs a newer ctatune")
+            raise StoreError(f"{self.name}: schema {max(map(str, newer))} needs a newer ctatune")
         return [known[name] for name in sorted(known.keys() - names)]
 
     def _migrate(self) -> Store:
@@ -221,11 +221,17 @@ class Store(AbstractContextManager["Store"]):
                     )
         return rows
 
-    def platforms(self) -> list[str]:
-        """Names of the platforms on which something is measured."""
-        query = 'SELECT DISTINCT "run.platform.name" FROM measurement_row ORDER BY 1'
+    def platforms(self, gpus: int = 1) -> list[Platform]:
+        """Platforms of so many GPUs or more on which something is measured, the one that was used
+        last first; each as it was then."""
+        names = [field.name for field in fields(Platform)]
+        columns = ", ".join(f'"run.platform.{name}"' for name in names)
+        query = f"""SELECT {columns}, max("run.utc") FROM measurement_row
+            WHERE "run.platform.gpus" >= ? GROUP BY "run.platform.name"
+            ORDER BY max("run.utc") DESC"""
         with _one_line(self.name):
-            return [name for (name,) in self._connection.execute(query)]
+            rows = [values[:-1] for values in self._connection.execute(query, [gpus])]
+        return [rowforms.decode(Platform, dict(zip(names, values, strict=True))) for values in rows]
 
     def _read(self, query: str, values: Sequence[Any] = ()) -> Iterator[dict[str, Any]]:
         """Rows by the names of their columns."""
@@ -287,7 +293,7 @@ def _one_line(name: str) -> Iterator[None]:
     """Turns what SQLite and the file system raise into one line for a person."""
     try:
         yield
-    except (sqlite3.Error, OSError) as error:
+    except (sqlite3.Error, OSError, UnicodeDecodeError) as error:
         raise StoreError(f"{name}: {getattr(error, 'strerror', None) or error}") from error
 
 

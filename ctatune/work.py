@@ -75,31 +75,20 @@ class Work:
         return 2.0 - math.gcd(self.inputs * BF16_BYTES, L2_LINE_BYTES) / L2_LINE_BYTES
 
     @cached_property
-    def input_rows(self) -> int:
-        """Rows of the inputs that one tile loads: a box has no more than there are."""
-        return min(self.tile.m, self.m)
+    def input_rows(self) -> float:
+        """Mean rows of the inputs that one tile loads: the last tile row has what is left."""
+        return self.m / self.tiles_m
 
     @cached_property
     def loaded_bytes(self) -> int:
-        """What one tile loads into its SM."""
-        return (self.input_rows + self.tile.n) * self.row_bytes
+        """What one whole tile loads into its SM."""
+        return (min(self.tile.m, self.m) + self.tile.n) * self.row_bytes
 
     @cached_property
     def ahead_bytes(self) -> int:
         """Weights that the ring holds before the inputs of a tile are there."""
         steps = min(self.stages - 1, self.k_steps)
         return steps * self.tile.n * TILE_K * BF16_BYTES
-
-    @cached_property
-    def ragged_bytes(self) -> float:
-        """Input bytes a tile that come in boxes that stick out of the matrix, in the CTA that has
-        most of them: a CTA that meets the last tile row meets it again and again.
-        """
-        if self.m <= self.tile.m or self.m % self.tile.m == 0:
-            return 0.0
-        last_group = (self.tiles_m - 1) % self.tile.group_m + 1
-        share = math.gcd(self.ctas // self.tile.split_k, last_group) / self.tiles_m
-        return share * self.tile.m * self.row_bytes
 
     @cached_property
     def wave(self) -> tuple[float, float]:
@@ -162,7 +151,6 @@ class TileTime(NamedTuple):
     tensor_us: float
     memory: Memory
     memory_ahead: Memory  # of a tile whose first weights were loaded ahead
-    ragged_us: float  # what boxes that stick out of the matrix take more
     between_us: float  # from one main loop to the next
 
     def us(self, active: float) -> float:
@@ -174,4 +162,4 @@ class TileTime(NamedTuple):
         return self._bound_us(self.memory, active) - self._bound_us(self.memory_ahead, active)
 
     def _bound_us(self, memory: Memory, active: float) -> float:
-        return max(self.tensor_us, memory.us(active) + self.ragged_us)
+        return max(self.tensor_us, memory.us(active))

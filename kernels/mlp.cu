@@ -110,7 +110,9 @@ enum PollCode : uint32_t { kPanelPoll = 1, kStartedPoll = 2, kArrivedPoll = 3, k
 
 // Mirrored by ctatune/abi.py. Pointers `*_out` lead into the memory of peers (or our own).
 struct Params {
-  TensorMap x, w_up, w_down, y1, ones;      // ones: on the diagonal, as wide as a `down` tile
+  TensorMap x[2], y1[2];                    // in boxes of the rows of a tile, and of the rows that
+                                            // the last one has: a box that sticks out is slow
+  TensorMap w_up, w_down, ones;             // ones: on the diagonal, as wide as a `down` tile
   TensorMap y1_out[kMaxGpus], y2_out[kMaxGpus];
   bf16 *y1_to[kMaxGpus], *y2_to[kMaxGpus];  // the same places, for stores from registers
   uint32_t* panels_out[kMaxGpus];
@@ -119,14 +121,15 @@ struct Params {
   uint32_t* panels;
   uint32_t* started;
   uint32_t* arrived;
-  uint32_t* calls;                          // [0]: finished calls, [kLine]: CTAs that left this one
+  uint32_t* calls;                          // [0, 1]: finished calls, the low half first; [kLine]:
+                                            // CTAs that left this one
   PollError* error;
   int4 const* tiles;                        // {layer + 256 segment + 65536 place of the receiver of
                                             // partial sums in y1_out, row, row in weight, column}
   long long* stamps;                        // null, or kStamps times a tile
   long long timeout_ns;
   int tile_count, m, h, n, up_k_blocks;     // h: columns of the memory of Y1, partial sums included
-  int x_box_bytes, y1_box_bytes;            // bytes of one A box: rows that exist, not tile rows
+  int x_box_bytes[2], y1_box_bytes[2];
   int panel_count, segment_count, arrivals, pace_ns;
   int y1_parity;                            // 1: Y1 has a plane for each parity of the call
   int segment_tiles[2 * kMaxGpus];          // of one panel, times the CTAs that store each
@@ -161,6 +164,9 @@ __device__ void fence_async_proxy() { asm volatile("fence.proxy.async;" ::: "mem
 
 __device__ void prefetch_map(TensorMap const& map) {
   prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&map));
+}
+__device__ void prefetch_maps(TensorMap const (&maps)[2]) {
+  for (TensorMap const& map : maps) prefetch_map(map);
 }
 
 __device__ uint32_t* panel_flag(uint32_t* panels, Params const& p, uint32_t epoch, int panel,
@@ -280,15 +286,20 @@ struct Loader {
   char* ring;
   Barriers& bars;
   Rings rings;
-  uint32_t epoch = 0;
+  uint32_t epoch = 0, turn = 0;             // turn: calls of this parity, with this one
   bool started = false;                     // may read what the kernel before this one made
   bool drained = kOneRing;
 
   __device__ void start() {
     wait_for_previous();
     epoch = p.calls[0];
+    turn = epoch / 2 + (p.calls[1] << 31) + 1;
     started = true;
   }
+
+  // In which of two boxes a tile loads rows of A.
+  template <bool kIsUp>
+  __device__ int box_of(int4 tile) { return tile.y + Layer<kIsUp>::kRows > p.m; }
 
   template <bool kIsUp>
   __device__ void arm(StageRing<kIsUp> const& r, int bytes) {
@@ -336,7 +347,8 @@ struct Loader {
   __device__ void up(int4 tile, int part) {
     auto& at = rings.at<true>();
     Run const run = {&p.w_up, tile.z, 0, 0, 0, part_of(0, p.up_k_blocks, part, kUpSplit)};
-    int const bytes = p.x_box_bytes + kUpN * kRowBytes;
+    int const box = box_of<true>(tile);
+    int const bytes = p.x_box_bytes[box] + kUpN * kRowBytes;
     int ahead = run.blocks.begin;
     if (!started) {
       ahead = weights_ahead<true>(at, run, bytes);
@@ -347,17 +359,17 @@ struct Loader {
         arm<true>(at, bytes);
         load_weights<true>(at, run, kb);
       }
-      SM90_TMA_LOAD_2D::copy(&p.x, &bars.full[0][at.slot], kKeep, stage<true>(at), kb * kTileK,
+      SM90_TMA_LOAD_2D::copy(&p.x[box], &bars.full[0][at.slot], kKeep, stage<true>(at), kb * kTileK,
                              tile.y);
     }
   }
 
   __device__ bool arrived(int panel, int segment) {
-    uint32_t const target = (epoch / 2 + 1) * p.segment_tiles[segment];
+    uint32_t const target = turn * p.segment_tiles[segment];
     return int32_t(load_acquire(panel_flag(p.panels, p, epoch, panel, segment)) - target) >= 0;
   }
   __device__ void await(int panel, int segment) {
-    uint32_t const target = (epoch / 2 + 1) * p.segment_tiles[segment];
+    uint32_t const target = turn * p.segment_tiles[segment];
     poll(panel_flag(p.panels, p, epoch, panel, segment), target, p, kPanelPoll, panel);
   }
 
@@ -368,7 +380,8 @@ struct Loader {
     auto& at = rings.at<false>();
     int const begin = tile.y / kUpM;
     int const end = (min(tile.y + kDownM, p.m) - 1) / kUpM + 1;
-    int const bytes = p.y1_box_bytes + kDownN * kRowBytes;
+    int const box = box_of<false>(tile);
+    int const bytes = p.y1_box_bytes[box] + kDownN * kRowBytes;
     bool ready = true;
     for (int panel = begin; panel < end && !kSkipWait; ++panel) ready &= arrived(panel, run.flag);
     int ahead = run.blocks.begin;
@@ -383,7 +396,7 @@ struct Loader {
         arm<false>(at, bytes);
         load_weights<false>(at, run, kb);
       }
-      SM90_TMA_LOAD_3D::copy(&p.y1, &bars.full[kRing<false>][at.slot], kKeep, stage<false>(at),
+      SM90_TMA_LOAD_3D::copy(&p.y1[box], &bars.full[kRing<false>][at.slot], kKeep, stage<false>(at),
                              run.a + kb * kTileK, tile.y, epoch & p.y1_parity);
     }
   }
@@ -416,8 +429,8 @@ struct Loader {
   }
 
   __device__ void run() {
-    if (p.y1_outs > 0) { prefetch_map(p.x); prefetch_map(p.w_up); }
-    if (kReduce || p.y2_outs > 0) { prefetch_map(p.w_down); prefetch_map(p.y1); }
+    if (p.y1_outs > 0) { prefetch_maps(p.x); prefetch_map(p.w_up); }
+    if (kReduce || p.y2_outs > 0) { prefetch_map(p.w_down); prefetch_maps(p.y1); }
     if constexpr (kReduce) prefetch_map(p.ones);
     for (int i = blockIdx.x; i < p.tile_count; i += gridDim.x) {
       int4 const tile = p.tiles[i];
@@ -958,7 +971,7 @@ void mlp(__grid_constant__ Params const p) {
   if (threadIdx.x == 128) {                 // a thread that is still here
     if (atomicAdd(&p.calls[kLine], 1u) + 1 == gridDim.x) {
       p.calls[kLine] = 0;                   // of this GPU alone: the next call starts after us
-      p.calls[0] += 1;
+      if (++p.calls[0] == 0) ++p.calls[1];
     }
   }
 }

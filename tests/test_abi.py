@@ -19,7 +19,13 @@ from ctatune.problem import MAX_GPUS
 from ctatune.schedule import DOWN, NOTHING, PARTIAL, UP
 
 KINDS = {"TensorMap": "V128", "long long": "i8", "int": "i4", "uint32_t": "u4"}
-COUNTS = {"": 1, "kMaxGpus": MAX_GPUS, "kMaxGpus + 1": MAX_GPUS + 1, "2 * kMaxGpus": 2 * MAX_GPUS}
+COUNTS = {
+    "": 1,
+    "2": 2,
+    "kMaxGpus": MAX_GPUS,
+    "kMaxGpus + 1": MAX_GPUS + 1,
+    "2 * kMaxGpus": 2 * MAX_GPUS,
+}
 Fields = list[tuple[str, np.dtype[Any], int]]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -12,7 +14,7 @@ from test_choice import OTHER, db, final, no_shipped_rows, run
 from test_seed import CONFIG, PROBLEM
 
 import ctatune
-from ctatune import answers
+from ctatune import answers, choice
 from ctatune.errors import UsageError
 
 __all__ = ["db", "no_shipped_rows"]  # fixtures
@@ -86,6 +88,49 @@ def test_eight_threads_never_see_what_was_never_stored(db):
     assert not wrong
     ctatune.refresh()
     assert ask().latency_us == 80.0
+
+
+def test_what_is_kept_waits_for_no_new_answer(db, monkeypatch):
+    run(db, (CONFIG, final(100.0)))
+    ask()  # a first look makes SQLite's files beside the database, which is a change of it
+    time.sleep(2 * answers.CHECK_SECONDS)
+    kept, choose, began, go_on = ask(), choice.choose, threading.Event(), threading.Event()
+
+    def slow(*of: object, **rest: object) -> ctatune.Choice:
+        began.set()
+        assert go_on.wait(10)
+        return choose(*of, **rest)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(choice, "choose", slow)
+    other = threading.Thread(target=ctatune.best, args=("65x8192x8192",), kwargs={"gpus": 2})
+    other.start()
+    assert began.wait(10)
+    time.sleep(2 * answers.CHECK_SECONDS)
+    assert ask() is kept
+    go_on.set()
+    other.join()
+    monkeypatch.setattr(choice, "choose", None)
+    assert ctatune.best("65x8192x8192", gpus=2).source == "neighbour"  # kept, too
+
+
+def test_a_forked_process_can_ask_though_its_parent_was_computing(db):
+    run(db, (CONFIG, final(100.0)))
+    ask()
+    with answers._computing, answers._lock:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if ctatune.best("3x512x512", gpus=2) else 1)
+    end = time.monotonic() + 30.0
+    while (done := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
+        time.sleep(0.01)
+    if done == (0, 0):
+        os.kill(pid, signal.SIGKILL)
+    assert done == (pid, 0)
+
+
+def test_a_database_may_be_named_by_a_string(db):
+    run(db, (CONFIG, final(100.0)))
+    assert ctatune.best(PROBLEM.shape, gpus=2, db=str(db)).config == CONFIG
 
 
 def test_a_measured_answer_needs_no_numpy(db):

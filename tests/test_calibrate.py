@@ -9,7 +9,7 @@ from fakes import FakeBench
 from ctatune import calibrate, session
 from ctatune.cli import main
 from ctatune.config import Baseline, Config
-from ctatune.errors import UsageError
+from ctatune.errors import DeviceError
 from ctatune.fit import is_held_out, points
 from ctatune.limits import why_invalid
 from ctatune.machine_model import family
@@ -87,6 +87,6 @@ def test_a_calibration_needs_gpus(tmp_path, monkeypatch):
     monkeypatch.setattr(session, "gpu_count", lambda: 0)
     with (
         session.open_session(2, tmp_path / "x.db", None, "test") as opened,
-        pytest.raises(UsageError, match="a calibration needs GPUs"),
+        pytest.raises(DeviceError, match="a calibration needs GPUs"),
     ):
         opened.calibrate(calibrate.problems(2), lambda *_: None, 60.0)

@@ -79,7 +79,8 @@ def run(
 
 def best(shape: str = PROBLEM.shape, gpus: int = 2, **asked: Any) -> Choice:
     where = asked.pop("db", None), asked.pop("platform", None)
-    return ctatune.choice.choose(Problem.of(shape, gpus=gpus, **asked), *where)
+    ours = asked.pop("ours", False)
+    return ctatune.choice.choose(Problem.of(shape, gpus=gpus, **asked), *where, ours=ours)
 
 
 def simulate(
@@ -141,6 +142,19 @@ def test_a_faster_baseline_is_the_answer_and_says_so(db):
         problem=alone,
     )
     assert best(gpus=1).method == "single"
+
+
+def test_our_kernel_answers_where_it_is_asked_for(db):
+    chunks = Baseline(method="microbatch", chunk=128)
+    run(db, (CONFIG, final(120.0)), (chunks, single(110.0, phase="final")))
+    assert best().config == chunks
+    ours = best(ours=True)
+    assert (ours.config, ours.latency_us) == (CONFIG, 120.0)
+    assert ours.baselines == {"microbatch": 110.0}
+    few = ctatune.best("3x512x512", gpus=2, ours=True)  # tensor parallelism is estimated faster
+    assert few.method == "cta"
+    assert few.latency_us > min(few.baselines.values())
+    assert "one GPU alone is faster" in few.note
 
 
 def test_a_tie_goes_to_our_kernel_and_says_so(db):
@@ -461,13 +475,38 @@ def test_shipped_rows_are_read_from_the_seed(tmp_path, monkeypatch):
     forget_shipped()
 
 
-def test_the_only_platform_of_the_user_is_meant(db):
+def test_the_platform_that_was_used_last_is_meant(db):
     mine = replace(HERE, name="mine")
     run(db, (CONFIG, measured(70.0)), platform=mine)
     assert (best().platform, best().latency_us) == ("mine", 70.0)
     run(db, (CONFIG, measured(60.0)), platform=replace(HERE, name="other"))
-    assert best().source == "predicted"  # of the shipped platform: two could be meant
-    assert best(platform="other").latency_us == 60.0
+    assert (best().platform, best().latency_us) == ("other", 60.0)
+    small = replace(HERE, name="small", gpus=1)
+    run(db, (CONFIG, measured(90.0)), platform=small, problem=replace(PROBLEM, gpus=1))
+    assert best().platform == "other"  # of those with two GPUs
+    assert best(gpus=1).platform == "small"
+    assert best(platform="mine").latency_us == 70.0
+
+
+def test_a_platform_without_a_model_has_the_rates_of_the_same_gpu(db):
+    run(db, (CONFIG, measured(70.0)), platform=replace(HERE, name="mine"))
+    few = best("3x512x512")
+    assert (few.platform, few.source) == ("mine", "predicted")
+    assert f"with the rates of {HERE.name}" in few.note
+    run(db, (CONFIG, measured(70.0)), platform=replace(HERE, name="mine", gpu="Other"))
+    with pytest.raises(NoAnswer, match="there is no model of platform 'mine'"):
+        best("3x512x512")
+
+
+def test_a_new_driver_does_not_hide_what_was_measured_with_another(db):
+    run(db, (CONFIG, measured(70.0)))
+    newer = replace(HERE, driver="999")
+    run(db, (CONFIG, measured(60.0)), platform=newer, problem=replace(PROBLEM, m=2 * PROBLEM.m))
+    assert (best().source, best().latency_us) == ("measured", 70.0)
+
+
+def test_a_platform_that_nobody_knows_has_no_answer(db):
+    run(db, (CONFIG, measured(70.0)))
     with pytest.raises(
         NoAnswer, match=r"platform differs .*now nowhere.*there is no model of platform"
     ):
@@ -503,8 +542,18 @@ def test_a_simulation_goes_before_the_estimate_and_is_never_measured(db):
     assert f"computed by {SIMULATOR}" in choice.note
     simulate(db, 1.0, model="simulator-1")  # of an older version
     assert best().latency_us == 20.0
+    simulate(db, -1.0, replace(CONFIG, pace_us=4.0))  # damaged
+    assert best().latency_us == 20.0
     run(db, (OTHER, measured(1e6)))
     assert (best().source, best().latency_us) == ("measured", 1e6)
+
+
+def test_a_few_simulations_do_not_hide_what_the_estimate_finds(db):
+    estimated = best()
+    simulate(db, 2.0 * estimated.latency_us)
+    assert (best().config, best().source) == (estimated.config, "predicted")
+    simulate(db, 0.5 * estimated.latency_us)
+    assert (best().config, best().source) == (OTHER, "simulated")
 
 
 def test_a_config_that_failed_here_is_not_predicted(db):

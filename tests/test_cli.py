@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from ctatune import cli, jit, session
+from ctatune import cli, session
 from ctatune.presets import PRESETS
 from ctatune.records import RACING
 from ctatune.store import Store
@@ -212,7 +212,35 @@ def test_what_was_exported_can_be_merged(tmp_path):
     assert f"{count} added, 0 known, 0 damaged" in ctatune("merge", shipped, "--db", db).stdout
     assert f"0 added, {count} known, 0 damaged" in ctatune("merge", shipped, "--db", db).stdout
     assert ctatune("export", "--db", db).stdout == shipped.read_text()
+    other, listed = tmp_path / "y.db", tmp_path / "rows.json"
+    listed.write_text(ctatune("export", "--json", "--db", db).stdout)
+    assert f"{count} added, 0 known, 0 damaged" in ctatune("merge", listed, "--db", other).stdout
+    listed.write_text("{}\n")
+    useless = ctatune("merge", listed, "--db", other)
+    assert (useless.exit_code, useless.stdout.split()[1:3]) == (1, ["0", "added,"])
     fails(ctatune("merge", tmp_path / "none", "--db", db), 2, "cannot read")
+
+
+def test_best_answers_each_shape(tmp_path):
+    shapes = "64x8192x8192", "128x8192x8192", "64x8192x8192"
+    asked = [word for shape in shapes for word in ("--shape", shape)]
+    found = ctatune("best", *asked, "--gpus", 2, "--json", "--db", tmp_path / "x.db")
+    assert [one["shape"] for one in json.loads(found.stdout)] == [
+        "64x8192x8192x8192",
+        "128x8192x8192x8192",
+    ]
+    assert "x.db does not exist" in found.stderr
+    wide = "--shape", "512x4096x14336", "--gpus", "2"
+    assert "\n  tp_twoshot\n" in ctatune("best", *wide).stdout
+    assert "\n  cta up" in ctatune("best", *wide, "--ours").stdout
+
+
+def test_what_cannot_run_ends_a_search_before_it_begins(tmp_path):
+    shapes = "--shape", "64x512x512", "--shape", "64x8x12x8"
+    result = ctatune("search", *shapes, "--gpus", "2", "--trials", 1, "--db", tmp_path / "x.db")
+    assert result.exit_code == 3
+    assert "h must be a multiple of 8" in result.stderr
+    assert "1/1" not in result.stderr
 
 
 def test_an_empty_export_prints_nothing(tmp_path):
@@ -252,7 +280,7 @@ def test_a_shape_given_twice_is_searched_once(tmp_path):
 
 @without_gpu
 def test_a_race_needs_gpus(tmp_path):
-    fails(ctatune("bench", *SHAPE, "--db", tmp_path / "x.db"), 2, "needs GPUs", "--stored")
+    fails(ctatune("bench", *SHAPE, "--db", tmp_path / "x.db"), 1, "needs GPUs", "--stored")
 
 
 def benchmark(name: str) -> Any:
@@ -290,13 +318,12 @@ def test_races_of_two_days_have_the_same_winner_or_a_tie():
     assert module.contradicted({"1": "ours", "2": "tp", "3": "a tie with tp"})
 
 
-def test_a_kernel_that_counts_as_the_present_one_raced_as_fast_as_it():
+def test_a_kernel_that_counts_as_a_later_one_raced_as_fast_as_it():
     """For each number of GPUs on which both raced, and for one at least."""
-    if not jit.equal_kernels():
-        pytest.skip("no older kernel counts as the present one")
-    for old in jit.equal_kernels():
+    versions = benchmark("versions")
+    for new, old in versions.links():
         found: dict[int, list[float]] = defaultdict(list)
-        for problem, _, ratio in benchmark("versions").compared(jit.kernel_hash(), old):
+        for problem, _, ratio in versions.compared(new, old):
             found[problem.gpus].append(log(ratio))
         assert found
         for ratios in found.values():

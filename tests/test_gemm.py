@@ -72,17 +72,19 @@ def test_calls_take_sets_in_turn(made):
     assert [gpu for gpu, _ in made.launched] == [1, 1, 1]
     blocks = [block for _, block in made.launched]
     assert blocks[0] is blocks[2]
-    assert blocks[0]["y1"] != blocks[1]["y1"]
+    assert blocks[0]["y1"][0] != blocks[1]["y1"][0]
 
 
 def test_a_product_is_down_of_a_machine_of_one_gpu(made):
     in_rows, weight_rows, out_rows = BOXES[made.name]
     for (x, w, y), (_, p) in zip(SETS, made.launched, strict=False):
-        assert p["y1"] == as_map(x, (1, M, K), in_rows, 64, K)
+        for box, rows in enumerate((in_rows, M % in_rows)):
+            assert p["y1"][box] == as_map(x, (1, M, K), rows, 64, K)
+            assert p["y1_box_bytes"][box] == rows * 128
         assert p["w_down"] == as_map(w, (N, K), weight_rows, 64, 384)
         assert p["y2_out"][0] == as_map(y, (M, N), out_rows, 64, Y)
         assert p["y2_to"].tolist() == [y, *[0] * 7]
-        assert (p["m"], p["n"], p["y1_box_bytes"]) == (M, Y, in_rows * 128)
+        assert (p["m"], p["n"]) == (M, Y)
         ones = ("y2_outs", "y2_own", "peers", "segment_count")
         zeros = ("y1_outs", "y1_own", "arrived_outs", "arrivals", "y1_parity", "pace_ns", "stamps")
         assert [int(p[name]) for name in ones] == [1] * 4

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from ctatune import abi, space
+from ctatune.abi import Flags
 from ctatune.config import Baseline, Config, Tile
 from ctatune.errors import PipelineTimeoutError
 from ctatune.gemm import Gemm
-from ctatune.gpus import check
+from ctatune.gpus import LINE_BYTES, Gpus, check
 from ctatune.launch import PlacedSchedule
 from ctatune.layout import Sizes, pitch
 from ctatune.operands import Inputs, place
@@ -28,11 +29,37 @@ CALLS = 200
 ONE_OR_TWO = [1, pytest.param(2, marks=pytest.mark.gpus(2))]
 
 
-def outputs_of_calls(bench, problem: Problem, config: Config, *, late: bool) -> list[bytes]:
+def count_from(gpus: Gpus, placed: PlacedSchedule, calls: int) -> None:
+    """Makes all flags what they are after so many calls."""
+    from cuda.bindings import driver
+
+    schedule = placed.schedule
+    counters, everyone = schedule.panels * len(schedule.arrivals(0)), range(schedule.problem.gpus)
+    for gpu in everyone:
+        flags = placed._flags[gpu]
+        words = np.zeros((Flags.nbytes(counters) // LINE_BYTES, LINE_BYTES // 4), np.uint64)
+        of_a_panel = np.tile(schedule.arrivals(gpu), schedule.panels).astype(np.uint64)
+        for parity, done in enumerate((calls - calls // 2, calls // 2)):
+            words[parity * counters : (parity + 1) * counters, 0] = of_a_panel * np.uint64(done)
+        line = 2 * counters
+        words[line : line + len(everyone), 0] = calls
+        arrivals = placed.ctas * len(schedule.senders(gpu))
+        words[(flags.arrived - flags.panels) // LINE_BYTES, 0] = calls * arrivals
+        words[(flags.calls - flags.panels) // LINE_BYTES, :2] = calls, calls >> 32
+        low = (words & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+        gpus.use(gpu)
+        stream = gpus.streams[gpu].handle
+        check(driver.cuMemcpyHtoDAsync(flags.panels, low.ctypes.data, low.nbytes, stream))
+        gpus.wait(gpu)
+
+
+def outputs_of_calls(
+    bench, problem: Problem, config: Config, *, late: bool, before: int = 0
+) -> list[bytes]:
     """Y2 of every GPU after each of CALLS calls back to back, copied on the GPUs' own streams.
 
     Operand sets alternate, so each call has other inputs than the one before. `late` delays a
-    random GPU before each call.
+    random GPU before each call; `before` calls were counted already.
     """
     from cuda.bindings import driver
 
@@ -42,6 +69,7 @@ def outputs_of_calls(bench, problem: Problem, config: Config, *, late: bool) -> 
         schedule = build(problem, config)
         sets = place(Inputs(gpus, arena, problem, 3), schedule, 3)
         placed = PlacedSchedule(gpus, arena, schedule, sets)
+        count_from(gpus, placed, before)
         kept = [[arena.alloc(g, nbytes) for _ in range(CALLS)] for g in range(problem.gpus)]
         for i in range(CALLS):
             if late:
@@ -72,6 +100,18 @@ def test_calls_back_to_back_with_a_late_gpu(bench, mix, axis, m):
     prompt = outputs_of_calls(bench, problem, config, late=False)
     assert late == prompt
     assert len(set(late)) == 3  # one output an operand set, the same on both GPUs
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("axis", ["n", "h"])
+@pytest.mark.parametrize("before", [(1 << 32) - CALLS // 2, (1 << 33) - CALLS // 2])
+def test_counts_may_wrap(bench, before, axis):
+    """An odd number of tiles in a panel: its counter wraps elsewhere than the number of calls."""
+    problem = Problem(m=512, k=512, h=3 * 256, n=512, gpus=2)
+    config = replace(default_config(problem), down_axis=axis)
+    assert build(problem, config).segment_arrivals == (3, 3)
+    wrapped = outputs_of_calls(bench, problem, config, late=True, before=before)
+    assert wrapped == outputs_of_calls(bench, problem, config, late=False)
 
 
 @pytest.mark.gpus(2)

@@ -97,15 +97,25 @@ def test_the_hash_ignores_comments_and_blank_space(monkeypatch):
 
 
 def test_a_change_of_the_code_ends_what_older_versions_count_for(monkeypatch):
-    file = {"new": {"same code": {"moved": "why"}, "as fast": {"old": "why"}}}
+    file = {
+        "new": {"same code": {"moved": "why"}, "as fast": {"old": "why"}},
+        "moved": {"as fast": {"older": "why"}},
+        "old": {"same code": {"oldest": "why"}, "as fast with whole tiles": {"ragged": "why"}},
+        "ragged": {"as fast": {"first": "why"}},
+        "other": {"as fast": {"new": "why"}},
+    }
     monkeypatch.setattr(jit, "_equal_kernels", lambda: file)
     monkeypatch.setattr(jit, "kernel_hash", lambda: "new")
-    assert (jit.present_kernels(), jit.equal_kernels()) == ({"new", "moved"}, {"old"})
+    assert jit.present_kernels() == {"new", "moved"}
+    assert jit.equal_kernels() == {"old", "older", "oldest"}
+    assert jit.equal_with_whole_tiles() == {"ragged", "first"}
     monkeypatch.setattr(jit, "kernel_hash", lambda: "changed")
     assert (jit.present_kernels(), jit.equal_kernels()) == ({"changed"}, frozenset())
 
 
-def test_each_shipped_version_counts_once():
-    for new, kinds in jit._equal_kernels().items():
-        names = [name for olds in kinds.values() for name in olds]
-        assert len({new, *names}) == 1 + len(names)
+def test_each_shipped_version_is_linked_once():
+    file = jit._equal_kernels()
+    olds = [old for kinds in file.values() for link in kinds.values() for old in link]
+    assert len(set(olds)) == len(olds)
+    counted = jit.present_kernels(), jit.equal_kernels(), jit.equal_with_whole_tiles()
+    assert sum(map(len, counted)) == 1 + len(olds)

@@ -42,11 +42,9 @@ def test_hbm_traffic_known_values() -> None:
     assert once == 2 * 8192 * (2048 + 16 * 132 * 256)
 
 
-def test_ragged_bytes_known_values() -> None:
-    """Of two tile rows one sticks out; in groups of two it is always the odd CTAs' one."""
-    assert work(256, 64, 4096).ragged_bytes == work(100, 64, 4096).ragged_bytes == 0.0
-    assert work(200, 64, 4096).ragged_bytes == 128 * 128 / 2
-    assert work(200, 64, 4096, group_m=2).ragged_bytes == 128 * 128
+def test_a_last_tile_row_loads_what_is_left_of_the_inputs() -> None:
+    assert [work(m, 64, 4096).input_rows for m in (100, 128, 200, 256)] == [100, 128, 100, 128]
+    assert work(200, 64, 4096).loaded_bytes == work(256, 64, 4096).loaded_bytes
 
 
 def test_ctas_that_drift_apart_read_again() -> None:

@@ -99,7 +99,7 @@ def test_a_peer_has_one_graph_that_gets_the_places_of_each_call(machine):
     for _ in range(2):
         for pointer in (X, 3 * X):
             call(machine, it, x_of(pointer=pointer), OnGpu((64, N), OUT), stream=7)
-            assert blocks(machine)[0]["x"] == as_map(pointer, (64, K), 64, 64, None)
+            assert blocks(machine)[0]["x"][0] == as_map(pointer, (64, K), 64, 64, None)
             assert blocks(machine)[1]["y2_to"][:2].tolist() == [it._placement._own.y2[1], OUT]
             (pull,) = [entry for entry in machine.log if entry[2:3] == ("pull",)]
             words = [c.listed.bound.pulls[1] for c in it._placement._calls.values()]
@@ -202,8 +202,8 @@ def test_blocks_lead_to_the_callers_x_and_y2_and_to_our_own_elsewhere(machine):
     call(machine, it, x_of(), OnGpu((64, N), OUT), stream=7)
     found, own = blocks(machine), it._placement._own
     rows = 64
-    assert found[0]["x"] == as_map(X, (64, K), rows, 64, None)
-    assert found[1]["x"] == as_map(own.x[1], (64, K), rows, 64, None)
+    assert found[0]["x"][0] == as_map(X, (64, K), rows, 64, None)
+    assert found[1]["x"][0] == as_map(own.x[1], (64, K), rows, 64, None)
     assert found[0]["y2_to"][:2].tolist() == [OUT, own.y2[1]]  # the nearest first
     assert found[1]["y2_to"][:2].tolist() == [own.y2[1], OUT]
     (pull,) = [entry for entry in machine.log if entry[2:3] == ("pull",)]

@@ -16,9 +16,12 @@ from test_contract import numpy_case
 
 from ctatune import answers, plans, reference
 from ctatune.choice import Choice
-from ctatune.config import AnyConfig, Baseline, Config, Tile
+from ctatune.computed import rank
+from ctatune.config import AnyConfig, Config, Tile
 from ctatune.errors import NoAnswer, UsageError
+from ctatune.latency import estimate
 from ctatune.limits import why_invalid
+from ctatune.machine_model import load
 from ctatune.plans import Plans, bucket
 from ctatune.problem import Problem
 from ctatune.schedule import Columns, build
@@ -136,11 +139,40 @@ def test_what_the_division_excludes_is_replaced_by_another_measured_config(monke
     assert quiet(given, 64).config.up.n == 64  # 14400 columns of up on GPU 0
 
 
-def test_our_kernel_runs_where_a_baseline_is_the_answer(monkeypatch):
-    best_is(monkeypatch, 16, Baseline(method="tp_twoshot"))
-    plan = quiet(plans_of(TALL, by_columns()), 16)
-    assert plan.source == "measured"
-    assert "the answer, tp_twoshot, is not our kernel" in plan.note
+def test_our_kernel_runs_where_a_baseline_is_the_answer():
+    problem = replace(WIDE, m=512, k=4096, h=14336, n=4096)
+    assert answers.best(problem.shape, gpus=2, db=NO_DB).method == "tp_twoshot"
+    ours = answers.best(problem.shape, gpus=2, db=NO_DB, ours=True)
+    small = replace(problem, m=64)
+    columns = replace(default_config(small), down_axis="n")
+    plan = quiet(
+        plans_of(problem, SimpleNamespace(shape=small.shape, config=columns, platform=None)), 512
+    )
+    assert (plan.config, plan.source) == (ours.config, "measured")
+
+
+def test_tokens_that_were_measured_stand_for_themselves():
+    """48 tokens are not taken as 64 where both were measured."""
+    problem = replace(WIDE, k=4096, h=4096, n=4096)
+    ours = answers.best("48x4096x4096", gpus=2, db=NO_DB, ours=True)
+    found = plans_of(problem)
+    plan = quiet(found, 48)
+    assert (plan.config, plan.source) == (ours.config, "measured")
+    assert quiet(found, 47).note.startswith("as 64 tokens")
+
+
+@pytest.mark.parametrize(("gpus", "shape"), [(4, "1024x8192x8192"), (2, "1024x4096x11008")])
+def test_where_the_answer_does_not_fit_the_best_that_does_runs(gpus, shape):
+    problem = Problem.of(shape, gpus=gpus)
+    found = plans_of(replace(problem, m=4096))
+    machine = load().for_gpus(gpus)
+    fitting = [config for config in rank(problem, machine) if found._fits(config)]
+    plan = quiet(found, problem.m)
+    took, least = (
+        estimate(problem, config, machine).latency_us for config in (plan.config, fitting[0])
+    )
+    assert plan.source == "predicted"
+    assert took <= least
 
 
 CHOICE = SimpleNamespace(

@@ -62,7 +62,7 @@ def test_blocks_lead_to_own_memory_and_to_that_of_peers_as_it_is_mapped_here(pai
     found = launched(pair)
     for rank, other in ((0, 1), (1, 0)):
         mine, theirs = found[rank], found[other]
-        assert mine["x"] == as_map(X + (rank << 30), (64, K), 64, 64, None)
+        assert mine["x"][0] == as_map(X + (rank << 30), (64, K), 64, 64, None)
         for name in ("y1_to", "y2_to"):
             assert mine[name][1] == seen_by(rank, int(theirs[name][0]))  # the nearest first
         panels = [int(mine["panels"]), seen_by(rank, int(theirs["panels"]))]

@@ -18,7 +18,7 @@ from ctatune.limits import (
     why_invalid,
 )
 from ctatune.problem import Problem
-from ctatune.space import FAMILIES, Family, candidates, default_config
+from ctatune.space import FAMILIES, Family, candidates, default_config, defaults
 
 PROBLEM = Problem(m=1024, k=8192, h=8192, n=8192, gpus=2)
 BIG = Tile(m=128, n=256)
@@ -215,13 +215,19 @@ def test_candidates_are_valid_and_distinct(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("gpus", range(1, 9))
-def test_the_default_is_a_candidate(gpus: int) -> None:
-    problem = replace(PROBLEM, gpus=gpus)
-    assert default_config(problem) in set(candidates(problem))
+def test_what_is_always_tried_is_in_the_space(gpus: int) -> None:
+    for problem in (replace(PROBLEM, gpus=gpus), replace(PROBLEM, m=300, gpus=gpus)):
+        assert set(defaults(problem)) <= set(candidates(problem))
 
 
 def test_candidates_come_in_a_fixed_order() -> None:
     assert list(candidates(PROBLEM)) == list(candidates(PROBLEM))
+
+
+@pytest.mark.parametrize("gpus", [0, 9, True, 2.0, "2", None])
+def test_a_number_of_gpus_is_a_whole_one(gpus: Any) -> None:
+    with pytest.raises(UsageError, match="gpus must be between 1 and 8"):
+        replace(PROBLEM, gpus=gpus)
 
 
 @pytest.mark.parametrize("gpus", range(1, 9))
