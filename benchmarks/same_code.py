@@ -39,6 +39,8 @@ def sections(cubin: bytes) -> dict[str, bytes]:
 
 def compared(config: Config, other: str) -> str:
     """ "same", "differs", or that the other version has no such config."""
+    if config.swap_ab and "kSwap" not in other:
+        return "new"
     constants = jit.preamble(config)
     ours = sections(jit.cubin("mlp", constants))
     try:

@@ -15,6 +15,7 @@ from statistics import fmean
 
 from ctatune import jit, race
 from ctatune.config import AnyConfig, Config
+from ctatune.known import has_whole_tiles
 from ctatune.problem import Problem
 from ctatune.rows import Row
 from ctatune.seed import shipped_rows
@@ -22,10 +23,11 @@ from ctatune.seed import shipped_rows
 Races = dict[str, dict[AnyConfig, float]]  # of each version: latencies of its newest race
 
 
-def links() -> list[tuple[str, str]]:
-    """Each version that was raced against one before it, and that one."""
+def links() -> list[tuple[str, str, bool]]:
+    """Each version that was raced against one before it, that one, and whether only where tiles are
+    whole."""
     return [
-        (new, old)
+        (new, old, "whole" in kind)
         for new, kinds in jit._equal_kernels().items()
         for kind, olds in kinds.items()
         if kind != "same code"
@@ -67,8 +69,8 @@ def changes(races: Races, new: str, old: str) -> Iterator[tuple[Config, float]]:
             yield config, races[new][config] / races[old][config] / exp(drift)
 
 
-def compared(new: str, old: str) -> list[tuple[Problem, Config, float]]:
-    """The changes of all shipped problems."""
+def compared(new: str, old: str, whole: bool) -> list[tuple[Problem, Config, float]]:
+    """The changes of all shipped problems, or of `whole` tiles only."""
     of: dict[tuple[Problem, int], list[Row]] = defaultdict(list)
     for row in shipped_rows():
         of[row.problem, row.protocol].append(row)
@@ -76,13 +78,14 @@ def compared(new: str, old: str) -> list[tuple[Problem, Config, float]]:
         (problem, config, ratio)
         for (problem, _), rows in of.items()
         for config, ratio in changes(races_of(rows), code_of(new), code_of(old))
+        if not whole or has_whole_tiles(problem, config)
     ]
     return sorted(found, key=lambda one: (one[0].gpus, one[0].k, one[0].h, one[0].n, one[0].m))
 
 
 def main() -> None:
-    for new, old in links():
-        found = compared(new, old)
+    for new, old, whole in links():
+        found = compared(new, old, whole)
         for problem, config, ratio in found:
             print(f"{ratio:.3f} {problem.gpus} {problem.shape} {config}")
         for gpus in sorted({problem.gpus for problem, _, _ in found}):

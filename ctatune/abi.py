@@ -135,12 +135,12 @@ class Argument:
 
 
 def in_maps(
-    pointer: int, sizes: tuple[int, ...], tile: Tile, m: int, row_pitch: int | None = None
+    pointer: int, sizes: tuple[int, ...], tile: Tile, row_pitch: int | None = None
 ) -> list[np.void]:
-    """X or Y1 of m tokens as CTAs load it: the box of a tile, and that of a tile in the last row,
-    which has only the rows that are left. A box that sticks out is slow.
+    """X or Y1, of `sizes[-2]` tokens, as CTAs load it: the box of a tile, and that of a tile in the
+    last row, which has only the rows that are left. A box that sticks out is slow.
     """
-    full, last = _in_box_rows(tile, m)
+    full, last = _in_box_rows(tile, sizes[-2])
     first = _tensor_map(pointer, sizes, full, TILE_K, row_pitch)
     if last == full:
         return [first, first]
@@ -161,10 +161,10 @@ def weight_map(
 
 
 def out_map(
-    pointer: int, sizes: tuple[int, ...], tile: Tile, m: int, row_pitch: int | None = None
+    pointer: int, sizes: tuple[int, ...], tile: Tile, row_pitch: int | None = None
 ) -> np.void:
-    """Y1 or Y2 of m tokens as CTAs store it, slab by slab."""
-    rows = min(tile.m, m, out_rows(tile))
+    """Y1 or Y2, of `sizes[-2]` tokens, as CTAs store it, slab by slab."""
+    rows = min(tile.m, sizes[-2], out_rows(tile))
     return _tensor_map(pointer, sizes, rows, slab_columns(tile), row_pitch)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,19 @@ from ctatune.known import (
     alike,
     differences,
     how_old,
+    model_for,
     of_weights,
     platform_of,
     user_rows,
     wanted_of,
 )
 from ctatune.limits import why_invalid
-from ctatune.machine_model import MachineModel, load
 from ctatune.problem import Output, Problem
 from ctatune.records import Phase, Source
 from ctatune.rows import PredictionRow, Row
 from ctatune.seed import shipped
 from ctatune.space import answers, candidates, default_config
-from ctatune.stats import ratio_interval, slower_in_each, verdict
+from ctatune.stats import APART, ratio_interval, slower_in_each, verdict
 from ctatune.store import default_path
 
 # Our kernel first: its result is bit for bit that of one GPU, and a call is one launch a GPU.
@@ -245,8 +245,10 @@ def _computed(
     """What the nearest measured numbers of tokens say, else simulations, else the estimate."""
     from ctatune import computed, neighbours  # late: they import NumPy
 
-    machine, notes = _model(wanted, why)
-    machine = machine.for_gpus(problem.gpus)
+    try:
+        machine, borrowed = model_for(problem, wanted)
+    except UsageError as error:
+        raise NoAnswer(f"{why}; nothing can be computed: {error}") from error
     found = neighbours.decide(problem, near, machine, failed)
     found = found or computed.decide(problem, machine, predictions, failed)
     if found is None:
@@ -261,20 +263,8 @@ def _computed(
         source=found.source,
         verified=False,
         baselines=found.baselines,
-        notes=[why, *found.notes, *notes],
+        notes=[why, *found.notes, borrowed],
     )
-
-
-def _model(wanted: dict[str, Any], why: str) -> tuple[MachineModel, list[str]]:
-    """The model of a platform, or that of the shipped one with the same GPU, and a note of that."""
-    try:
-        return load(wanted["platform"]), []
-    except UsageError as error:
-        usual = load()
-        if wanted.get("gpu") != usual.platform.gpu:
-            raise NoAnswer(f"{why}; nothing can be computed: {error}") from error
-        note = f"with the rates of {usual.platform.name}: fit makes a model of this platform"
-        return replace(usual, platform=replace(usual.platform, name=wanted["platform"])), [note]
 
 
 def _choice(
@@ -288,7 +278,7 @@ def _choice(
     **rest: Any,
 ) -> Choice:
     asked = {name: wanted[name] for name in ("dtype", "activation", "gpus", "output", "platform")}
-    alone = problem.gpus > 1 and baselines.get("single", math.inf) < latency_us
+    alone = problem.gpus > 1 and baselines.get("single", math.inf) < latency_us * math.exp(-APART)
     return Choice(
         **asked,
         shape=problem.shape,

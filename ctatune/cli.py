@@ -50,8 +50,8 @@ class _Commands(click.Group):
                 message += "; what was tried is stored, and the same command goes on"
         except BrokenPipeError:
             raise  # click ends quietly when nobody reads on
-        except OSError as error:  # of stdout: what commands read and write says it itself
-            message, code = f"cannot write the output: {error.strerror}", FAILED
+        except OSError as error:
+            message, code = str(error), FAILED
         click.echo(f"ctatune: {message}", err=True)
         sys.exit(code)
 
@@ -146,13 +146,15 @@ def best(
     from ctatune.answers import best as best_of
 
     asked = {"db": db, "platform": platform, "ours": ours} | problem_fields
-    choices = [best_of(shape, **asked) for shape in dict.fromkeys(shapes)]
+    problems = dict.fromkeys(Problem.of(shape, **problem_fields) for shape in shapes)
+    choices = [best_of(problem.shape, **asked) for problem in problems]
     if db and not db.exists():
         click.echo(f"ctatune: {db} does not exist: what is shipped answers", err=True)
     if as_json:
         _print_json(choices)
-    for choice in () if as_json else choices:
-        _print_choice(choice)
+    else:
+        for choice in choices:
+            _print_choice(choice)
 
 
 @main.command()

@@ -53,7 +53,8 @@ class Config:
     as many as run at the same time. `pace_us` is the time between the stores of two slabs to peers
     by one CTA: spread out, they do not hold up the loads of tiles. With `multicast`, two CTAs whose
     tiles lie one above the other load their common weights once. With `direct`, results are stored
-    from registers and not through slabs and TMA.
+    from registers and not through slabs and TMA. With `swap_ab`, weights are the first operand of
+    WGMMA and tokens the second, so that a tile may have any multiple of 8 rows.
     """
 
     up: Tile
@@ -67,11 +68,12 @@ class Config:
     pace_us: float = 0.0
     multicast: bool = False
     direct: bool = False
+    swap_ab: bool = False
     method: Literal["cta"] = "cta"
 
     def __post_init__(self) -> None:
         _must_be(int, self, "stages", "d_slabs", "ctas")
-        _must_be(bool, self, "multicast", "direct")
+        _must_be(bool, self, "multicast", "direct", "swap_ab")
         for name in ("mix", "pace_us"):
             if type(getattr(self, name)) is not int:
                 _must_be(float, self, name)
@@ -111,6 +113,7 @@ class Config:
             + (f" pace {self.pace_us:g}" if self.pace_us else "")
             + (" multicast" if self.multicast else "")
             + (" direct" if self.direct else "")
+            + (" swap" if self.swap_ab else "")
         )
 
 

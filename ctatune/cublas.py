@@ -85,7 +85,7 @@ class Cublas:
     def tune(self, gpu: int, x: int, w: int, y: int, sizes: Sizes) -> None:
         """Choose the algorithm for products of these sizes, unless it is chosen; Y is computed.
 
-        Takes milliseconds and waits for the stream of `gpu`: not for the inside of a gate.
+        Takes up to half a second and waits for the stream of `gpu`: not for the inside of a gate.
 
         Raises: DeviceError when nothing can compute such a product.
         """

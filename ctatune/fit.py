@@ -68,7 +68,7 @@ def points(rows: Iterable[Row]) -> list[Point]:
     newest: dict[tuple[Problem, AnyConfig], Row] = {}
     for row in sorted(rows, key=lambda row: row.age):
         good = row.good and row.measurement.phase == "screen" and row.of_this_protocol
-        of_ours = of_this_kernel(row) and _can_run(row)
+        of_ours = isinstance(row.config, Config) and of_this_kernel(row) and _is_valid(row)
         has_model = plain(row.config) in modelled(row.problem)
         if good and (of_ours or has_model):
             newest[row.problem, row.config] = row
@@ -82,8 +82,8 @@ def points(rows: Iterable[Row]) -> list[Point]:
     )
 
 
-def _can_run(row: Row) -> bool:
-    """Not so where a file was edited by hand."""
+def _is_valid(row: Row) -> bool:
+    """Whether our config can run: not where a file was edited by hand."""
     return isinstance(row.config, Config) and why_invalid(row.config, row.problem) is None
 
 

@@ -55,10 +55,10 @@ class Gemm:
         p["tiles"], p["tile_count"] = self._tiles, self._tile_count
         # The kernel's h and n are also how far apart it takes rows to be: pitches.
         p["m"], p["h"], p["n"] = m, x_pitch, y_pitch
-        p["y1"] = abi.in_maps(x, (1, m, k), tile, m, x_pitch)
+        p["y1"] = abi.in_maps(x, (1, m, k), tile, x_pitch)
         p["y1_box_bytes"] = abi.in_box_bytes(tile, m)
         p["w_down"] = abi.weight_map(w, (n, k), tile, config, w_pitch)
-        p["y2_out"][0] = abi.out_map(y, (m, n), tile, m, y_pitch)
+        p["y2_out"][0] = abi.out_map(y, (m, n), tile, y_pitch)
         p["y2_to"][0] = y
         p["y2_outs"] = p["y2_own"] = 1
         p["panel_count"] = self._panels

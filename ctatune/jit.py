@@ -61,9 +61,11 @@ def preamble(config: Config, *, skip_wait: bool = False) -> str:
         "kMulticast": config.multicast,
         "kDirect": config.direct,
         "kReduce": config.down_axis == "h",
+        "kSwap": config.swap_ab,
         "kSkipWait": skip_wait,
     }
-    rare = any(tile.n not in _COMMON_WIDTHS for tile in config.tiles)
+    widths = {tile.m if config.swap_ab else tile.n for tile in config.tiles}  # WGMMA's n
+    rare = not widths.issubset(_COMMON_WIDTHS)
     return _RARE_WIDTHS * rare + "".join(
         f"constexpr {type(value).__name__} {name} = {str(value).lower()};\n"
         for name, value in constants.items()

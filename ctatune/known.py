@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ctatune import jit
-from ctatune.config import OWN_KERNEL, Config
+from ctatune.config import OWN_KERNEL, AnyConfig, Config
 from ctatune.errors import UsageError
-from ctatune.machine_model import DEFAULT_PLATFORM, load
+from ctatune.machine_model import DEFAULT_PLATFORM, MachineModel, has_model, load
 from ctatune.problem import Problem
 from ctatune.records import Platform, Regime, protocol_of
 from ctatune.rows import PredictionRow, Row
@@ -54,17 +54,45 @@ def stored_rows(problem: Problem, db: Path | None, platform: str | None) -> Stor
 
 
 def platform_of(problem: Problem, user: UserRows, name: str | None) -> dict[str, Any]:
-    """The platform asked for, or that on which the user measured last: as it was when the problem
-    was last measured on it, else any of these weights, else as it is shipped."""
-    name = name or (user.platforms[0].name if user.platforms else DEFAULT_PLATFORM)
-    rows = [row for row in user.rows if row.platform.name == name]
-    rows = [row for row in rows if row.problem == problem] or rows
-    if rows:
+    """The platform asked for, or the user's usual one: as it was when the user last measured the
+    problem on it, else as it was for what is shipped of the problem, else when the user last
+    measured anything on it, else as it is shipped."""
+    name = name or _usual(problem, user)
+    own = [row for row in user.rows if row.platform.name == name]
+    exact = [row for row in own if row.problem == problem] or [
+        row for row in shipped(problem.shape) if (row.problem, row.platform.name) == (problem, name)
+    ]
+    if rows := exact or own:
         return identity(max(rows, key=lambda row: row.age).platform)
     with suppress(UsageError):  # one that is neither measured nor shipped: the name will differ
         used = [platform for platform in user.platforms if platform.name == name]
         return identity(used[0] if used else load(name).platform)
     return {"platform": name}
+
+
+def _usual(problem: Problem, user: UserRows) -> str:
+    """The platform with enough GPUs that the user used last; of several one that can answer: on
+    which the problem was measured, or with a model."""
+    names = [platform.name for platform in user.platforms]
+    measured = {row.platform.name for row in user.rows if row.problem == problem}
+    able = [name for name in names if name in measured or has_model(name)]
+    return next(iter(names if len(names) == 1 else able or names), DEFAULT_PLATFORM)
+
+
+def model_for(problem: Problem, wanted: dict[str, Any]) -> tuple[MachineModel, str]:
+    """The model of a platform, or the shipped one where GPU and link are the same; and a note of
+    that. Raises: UsageError when there is neither."""
+    try:
+        return load(wanted["platform"]).for_gpus(problem.gpus), ""
+    except UsageError:
+        usual = load()
+        names = ("gpu", "link") if problem.gpus > 1 else ("gpu",)
+        if any(wanted.get(name) != getattr(usual.platform, name) for name in names):
+            raise
+        own = {name: wanted[name] for name in ("sm_count", "power_limit_w")}
+        platform = replace(usual.platform, name=wanted["platform"], **own)
+        note = f"with the rates of {usual.platform.name}: `ctatune fit` makes a model of this one"
+        return replace(usual, platform=platform).for_gpus(problem.gpus), note
 
 
 def identity(platform: Platform) -> dict[str, Any]:
@@ -136,13 +164,13 @@ def _is_older_kernel(row: Row) -> bool:
         return False
     name = row.kernel_hash
     return name in jit.equal_kernels() or (
-        name in jit.equal_with_whole_tiles() and _has_whole_tiles(row)
+        name in jit.equal_with_whole_tiles() and has_whole_tiles(row.problem, row.config)
     )
 
 
-def _has_whole_tiles(row: Row) -> bool:
+def has_whole_tiles(problem: Problem, config: AnyConfig) -> bool:
     """Whether all tiles have as many rows. Of micro-batches it is known for powers of two."""
-    m, config = row.problem.m, row.config
+    m = problem.m
     if not isinstance(config, Config):
         return m & (m - 1) == 0
     return all(m <= tile.m or m % tile.m == 0 for tile in config.tiles)
@@ -198,3 +226,9 @@ def tokens_of_ours(problem: Problem, db: Path | None, platform: str | None) -> s
     user = user_rows(db or default_path(), problem)
     near = of_weights(problem, user, wanted_of(problem, platform_of(problem, user, platform)))
     return {row.problem.m for row in near if row.good and row.config.method == "cta"}
+
+
+def machine_of(problem: Problem, db: Path | None, platform: str | None) -> MachineModel:
+    """The model that `best` computes with. Raises: UsageError when there is none."""
+    user = user_rows(db or default_path(), problem)
+    return model_for(problem, wanted_of(problem, platform_of(problem, user, platform)))[0]

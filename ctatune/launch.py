@@ -168,7 +168,7 @@ class PlacedSchedule:
 
     def _write_maps(self, p: Any, gpu: int, operands: Operands) -> None:
         problem, config = self.schedule.problem, self.schedule.config
-        m, y1_sizes = problem.m, (2, problem.m, self.schedule.y1_width)
+        y1_sizes = 2, problem.m, self.schedule.y1_width
         columns = self.schedule.columns
         if own := columns[UP][gpu].width:
             sizes = own, problem.k
@@ -177,7 +177,7 @@ class PlacedSchedule:
             )
             for i, to in enumerate(_nearest(gpu, self._y1_gpus)):
                 p["y1_to"][i] = self._y1[to]
-                p["y1_out"][i] = abi.out_map(self._y1[to], y1_sizes, config.up, m)
+                p["y1_out"][i] = abi.out_map(self._y1[to], y1_sizes, config.up)
         held = self.schedule.w_down_held(gpu)
         if held[0].width:
             sizes = tuple(part.width for part in held)
@@ -185,7 +185,7 @@ class PlacedSchedule:
                 operands.w_down[gpu], sizes, config.down, config, pitch(sizes[1])
             )
             p["w_down_column"] = held[1].start
-            p["y1"] = abi.in_maps(self._y1[gpu], y1_sizes, config.down, m)
+            p["y1"] = abi.in_maps(self._y1[gpu], y1_sizes, config.down)
         if self.schedule.reduces:
             sizes = config.down.n, config.down.n
             p["ones"] = abi.weight_map(self._ones[gpu], sizes, config.down, config)
@@ -196,10 +196,10 @@ class PlacedSchedule:
     def _write_ends(self, p: Any, gpu: int, x: Sequence[int], y2: Sequence[int]) -> None:
         problem, config = self.schedule.problem, self.schedule.config
         m = problem.m
-        p["x"] = abi.in_maps(x[gpu], (m, problem.k), config.up, m)
+        p["x"] = abi.in_maps(x[gpu], (m, problem.k), config.up)
         for i, to in enumerate(_nearest(gpu, self.schedule.y2_gpus[gpu])):
             p["y2_to"][i] = y2[to]
-            p["y2_out"][i] = abi.out_map(y2[to], (m, problem.n), config.down, m)
+            p["y2_out"][i] = abi.out_map(y2[to], (m, problem.n), config.down)
 
     def _write_flags(self, p: Any, gpu: int) -> None:
         schedule = self.schedule

@@ -9,6 +9,7 @@ TILE_K = 64  # 128 bytes of bf16: one row of the widest TMA swizzle
 SMEM_BYTES = 232_448  # 227 KiB that one CTA of sm_90 can have
 BARRIER_BYTES = 8
 WGMMA_ROWS = 64  # the least that an instruction computes
+SWAPPED_ROWS = (64, 80, 96, 112, 128, 256)  # of tiles whose rows are the n of an instruction
 MAX_SPLIT = 4
 ALIGNMENT_BYTES = 16  # TMA: the pitch of a row in memory
 MAX_ACCUMULATORS = 128  # fp32 registers a thread that leave room at 232 registers (no spills)
@@ -18,6 +19,8 @@ MIN_STAGES = 2
 
 def math_groups(config: Config) -> int:
     """Warpgroups that compute: two, or one where both tiles are as small as one can compute."""
+    if config.swap_ab:
+        return config.up.n // WGMMA_ROWS
     small = all(tile.m <= WGMMA_ROWS and tile.n == 64 for tile in config.tiles)
     return 1 if small else 2
 
@@ -102,6 +105,8 @@ def _why_tiles(config: Config) -> str | None:
 
 
 def _why_tile(name: str, tile: Tile, config: Config) -> str | None:
+    if config.swap_ab:
+        return _why_swapped(name, tile, config)
     if tile.m not in (16, 32, 64, 128, 256):
         rule = "16, 32, 64, 128 or 256 (WGMMA m, two math groups)"
         return f"{name} tile m must be {rule}, got {tile.m}"
@@ -119,6 +124,20 @@ def _why_tile(name: str, tile: Tile, config: Config) -> str | None:
     if not config.direct and groups_n > 1 and config.d_slabs < tile.n // 128 + 1:
         rule = f"at least {tile.n // 128 + 1} (a math group may not run a ring turn ahead)"
         return f"d_slabs must be {rule} for {tile.m}x{tile.n}, got {config.d_slabs}"
+    return None
+
+
+def _why_swapped(name: str, tile: Tile, config: Config) -> str | None:
+    if tile.m not in SWAPPED_ROWS or tile.n not in (64, 128):
+        rule = f"{', '.join(map(str, SWAPPED_ROWS))} x 64 or 128 (WGMMA n, math groups)"
+        return f"{name} tile with swap_ab must be {rule}, got {tile.m}x{tile.n}"
+    if tile.split_k > 1 or config.direct:
+        return "swap_ab goes with neither split_k nor direct stores (rows of a tile are columns)"
+    if any((other.m, other.n) != (tile.m, tile.n) for other in config.tiles):
+        return "swap_ab needs tiles of one size in both layers (math groups)"
+    if config.d_slabs < tile.n // 64:
+        rule = f"at least {tile.n // 64} (a math group writes one)"
+        return f"d_slabs must be {rule} for {tile.m}x{tile.n} with swap_ab, got {config.d_slabs}"
     return None
 
 

@@ -229,6 +229,11 @@ def _model(name: str) -> MachineModel:
         raise UsageError(f"the model of {name} is damaged: {error}") from error
 
 
+def has_model(name: str) -> bool:
+    """Whether there is a model of a platform."""
+    return name in _documents()
+
+
 def document(name: str) -> dict[str, Any]:
     """The file of a platform's model, as it stands in `models/`.
 
@@ -273,7 +278,7 @@ def family(config: AnyConfig) -> str:
     if isinstance(config, Baseline):
         return config.method
     kind = " multicast" * config.multicast + " direct" * config.direct
-    kind += " axis h" * (config.down_axis == "h")
+    kind += " swap" * config.swap_ab + " axis h" * (config.down_axis == "h")
     down = "" if config.down.n == config.up.n else f"+{config.down.n}"
     return f"{config.up.m}x{config.up.n}{down}/k{config.up.split_k}{kind}"
 

@@ -72,9 +72,9 @@ class Mlp:
 
     `choice` is an answer of `ctatune.best` for these weights: its config runs for its number of
     tokens, and weights are divided as it divides them. For other numbers, and without it, `best`
-    (of `db` and `platform`) is asked about the next power of two, and weights are divided evenly in
-    multiples of 256 columns. Our fastest measured config that fits stands in for a baseline and for
-    a config that the division excludes (`plans.py`).
+    (of `db` and `platform`) is asked for the best of our kernel, about the next power of two unless
+    just so many were measured, and weights are divided evenly in multiples of 256 columns. For a
+    config that the division excludes stands in the one that takes least at most (`plans.py`).
 
     The first call with a number of tokens makes a schedule, compiles a kernel if it is new (5 s),
     and allocates; `warm_up` does that before. A later call allocates nothing on a GPU. Threads

@@ -10,21 +10,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
 from ctatune import answers
 from ctatune.choice import Choice, failed_in
-from ctatune.computed import rank
 from ctatune.config import AnyConfig, Config, DownAxis
 from ctatune.errors import NoAnswer, UsageError
-from ctatune.known import stored_rows, tokens_of_ours
+from ctatune.known import machine_of, stored_rows, tokens_of_ours
 from ctatune.latency import estimate
 from ctatune.layout import pitch
-from ctatune.limits import default_split, why_invalid
-from ctatune.machine_model import load
+from ctatune.limits import SWAPPED_ROWS, default_split, why_invalid
 from ctatune.problem import Problem
 from ctatune.records import Source
 from ctatune.rows import Row
@@ -69,7 +67,7 @@ class Plans:
     def __init__(
         self, problem: Problem, choice: Choice | None, db: Path | None, platform: str | None
     ) -> None:
-        self._problem, self._choice, self._db = problem, choice, db
+        self._problem, self._choice, self._db = problem, choice, Path(db) if db else None
         self._platform = platform or (choice.platform if choice else None)
         # By tokens, and what failed there.
         self._of_tokens: dict[int, tuple[list[Plan], set[AnyConfig]]] = {}
@@ -126,9 +124,9 @@ class Plans:
             self._of_tokens[m] = self._looked_up(replace(problem, m=m))
         plans, failed = self._of_tokens[m]
         for plan in plans:
-            moved = plan if m == problem.m else _for_others(plan, m)
+            moved = plan if m == problem.m else _for_others(plan, m, problem.m)
             # Tiles that go in pairs need an even number of tile rows: the same tiles without.
-            for config in (plan.config, replace(plan.config, multicast=False)):
+            for config in (moved.config, replace(moved.config, multicast=False)):
                 if config not in failed and self._can_run(problem, config):
                     yield replace(moved, config=config)
         for default in chain([default_config(problem)], candidates(problem)):
@@ -164,15 +162,15 @@ class Plans:
         if choice and isinstance(config, Config) and self._fits(config) and config not in failed:
             answer = Plan(config=config, source=choice.source, note=choice.note)
             return [answer, *(plan for _, plan in found if plan.config not in failed)], failed
-        if choice:
-            found += self._predicted_plans(problem, choice.platform)
+        found += self._predicted_plans(problem, failed)
         found.sort(key=itemgetter(0))
         return [plan for _, plan in found if plan.config not in failed], failed
 
     def _answer(self, problem: Problem) -> Choice | None:
         """The caller's choice, or the best of our kernel."""
-        if self._choice and self._choice.shape == problem.shape:
-            return self._choice
+        chosen = self._choice
+        if chosen and chosen.shape == problem.shape and isinstance(chosen.config, Config):
+            return chosen
         try:
             return answers.best(
                 problem.shape, gpus=problem.gpus, db=self._db, platform=self._platform, ours=True
@@ -193,23 +191,39 @@ class Plans:
             found.setdefault(config, (most_us, plan))
         return sorted(found.values(), key=itemgetter(0))
 
-    def _predicted_plans(self, problem: Problem, platform: str) -> list[_Rated]:
+    def _predicted_plans(self, problem: Problem, failed: set[AnyConfig]) -> list[_Rated]:
         """The best by estimate of those that fit."""
         try:
-            machine = load(platform).for_gpus(problem.gpus)
+            machine = machine_of(problem, self._db, self._platform)
         except UsageError:  # there is no model of this platform
             return []
-        fitting = filter(self._fits, rank(problem, machine))
-        found: list[_Rated] = []
-        for config in islice(fitting, PREDICTED):
-            expected = estimate(problem, config, machine)
-            note = f"estimated at {expected.latency_us:.1f} us"
-            plan = Plan(config=config, source="predicted", note=note)
-            found.append((expected.interval_us[1], plan))
-        return found
+        able = [c for c in candidates(problem) if c not in failed and self._fits(c)]
+        rated = [(estimate(problem, config, machine), config) for config in able]
+        rated.sort(key=lambda pair: pair[0].latency_us)
+        return [
+            (
+                expected.interval_us[1],
+                Plan(
+                    config=config,
+                    source="predicted",
+                    note=f"estimated at {expected.latency_us:.1f} us",
+                ),
+            )
+            for expected, config in rated[:PREDICTED]
+        ]
 
 
-def _for_others(plan: Plan, m: int) -> Plan:
+def _for_others(plan: Plan, m: int, tokens: int) -> Plan:
     """The plan of m tokens for another number of them."""
     source: Source = "neighbour" if plan.source == "measured" else plan.source
-    return replace(plan, source=source, note="; ".join(filter(None, [f"as {m} tokens", plan.note])))
+    note = "; ".join(filter(None, [f"as {m} tokens", plan.note]))
+    return Plan(config=_fitted(plan.config, tokens), source=source, note=note)
+
+
+def _fitted(config: Config, m: int) -> Config:
+    """The same number of tile rows, with `swap_ab` no higher than m tokens need."""
+    if not config.swap_ab:
+        return config
+    least = -(-m // -(-m // config.up.m))
+    rows = min(rows for rows in SWAPPED_ROWS if rows >= least)
+    return replace(config, up=replace(config.up, m=rows), down=replace(config.down, m=rows))

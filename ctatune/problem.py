@@ -89,7 +89,8 @@ class Problem:
 
 
 def _require_whole(name: str, value: object, most: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+    whole = hasattr(value, "__index__") and not isinstance(value, bool)  # int, or one of NumPy
+    if not whole or not 1 <= value <= most:  # pyright: ignore[reportOperatorIssue]
         raise UsageError(f"{name} must be between 1 and {most}, got {value!r}")
 
 

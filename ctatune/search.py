@@ -256,7 +256,7 @@ def _diverse(ranked: Sequence[Config]) -> list[Config]:
     for config in ranked:
         tiles = tuple(replace(tile, group_m=1) for tile in config.tiles)
         ring = config.stages, config.d_slabs
-        kind = config.multicast, config.direct, config.down_axis
+        kind = config.multicast, config.direct, config.swap_ab, config.down_axis
         families.setdefault((tiles, ring, kind), config)
     return list(families.values())[:FIRST_BY_ESTIMATE]
 

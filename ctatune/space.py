@@ -34,12 +34,13 @@ class Family(NamedTuple):
     multicast: bool = False
     direct: bool = False
     down_n: int = 0
+    swap_ab: bool = False
 
     def config(self, *, up_group: int = 1, down_group: int = 1, **rest: Any) -> Config:
         """A config of this family, with the deepest ring that fits into shared memory."""
         up = Tile(m=self.m, n=self.n, group_m=up_group, split_k=self.split_k)
         down = replace(up, n=self.down_n or self.n, group_m=down_group)
-        kind = {"d_slabs": self.d_slabs, "multicast": self.multicast, "direct": self.direct}
+        kind = {name: getattr(self, name) for name in ("d_slabs", "multicast", "direct", "swap_ab")}
         least = Config(up=up, down=down, **kind, **rest, stages=MIN_STAGES)
         stage = stage_bytes(least.up) + 2 * BARRIER_BYTES
         more = (SMEM_BYTES - smem_bytes(least)) // stage
@@ -48,7 +49,8 @@ class Family(NamedTuple):
 
 # Few tokens: all SMs stream weights, so tiles are narrow and split along K. Then ever larger tiles,
 # with room in the slabs for a whole tile (a paced store holds nothing up) or for half of it and
-# one more stage; last those for layers of which one is much wider than the other.
+# one more stage; then those for layers of which one is much wider than the other; last those whose
+# rows fit 129 .. 512 tokens.
 FAMILIES = (
     Family(16, 64, 2, split_k=2, direct=True),
     Family(32, 64, 2, split_k=2, direct=True),
@@ -79,7 +81,13 @@ FAMILIES = (
     Family(128, 224, 3, multicast=True, down_n=256),
     Family(128, 224, 6, multicast=True, down_n=160),
     Family(128, 224, 4, multicast=True, down_n=128),
+    *(
+        Family(rows, n, n // 64, multicast=True, swap_ab=True)
+        for rows in (80, 96, 112, 128)
+        for n in (64, 128)
+    ),
 )
+MOST_SWAPPED = 512  # tokens of families with swap_ab: beyond, whole tiles of 128 rows waste little
 WIDEST = max(max(family.n, family.down_n) for family in FAMILIES)
 GROUPS = (1, 2, 4, 8, 16)
 MIXES = (1.0, 0.75, 0.5, 0.25, 0.0)
@@ -155,7 +163,7 @@ def defaults(problem: Problem) -> list[Config]:
 def candidates(problem: Problem, *, sm_count: int = 132) -> Iterator[Config]:
     """Every valid config of the space for a problem, in a fixed order, each one once."""
     paces = PACES_US if problem.gpus > 1 else (0.0,)
-    families = [family for family in FAMILIES if _useful(family.m, problem.m)]
+    families = [family for family in FAMILIES if _useful(family, problem.m)]
     for family, (mix, split, axis), pace_us in product(families, _ways(problem.gpus), paces):
         for up_group, down_group in _groups(-(-problem.m // family.m)):
             config = family.config(
@@ -170,10 +178,12 @@ def candidates(problem: Problem, *, sm_count: int = 132) -> Iterator[Config]:
                 yield config
 
 
-def _useful(tile_m: int, m: int) -> bool:
+def _useful(family: Family, m: int) -> bool:
     """Whether a tile is neither half empty nor so low that it computes most rows for nothing."""
-    fits = tile_m >= WGMMA_ROWS or m <= tile_m
-    return fits and (m > tile_m // 2 or tile_m == FAMILIES[0].m)
+    if family.swap_ab and m > MOST_SWAPPED:
+        return False
+    fits = family.m >= WGMMA_ROWS or m <= family.m
+    return fits and (m > family.m // 2 or family.m == FAMILIES[0].m)
 
 
 def _ways(gpus: int) -> list[tuple[float, tuple[int, int], DownAxis]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from functools import cached_property
@@ -229,9 +229,15 @@ class Store(AbstractContextManager["Store"]):
         query = f"""SELECT {columns}, max("run.utc") FROM measurement_row
             WHERE "run.platform.gpus" >= ? GROUP BY "run.platform.name"
             ORDER BY max("run.utc") DESC"""
+        found = []
         with _one_line(self.name):
-            rows = [values[:-1] for values in self._connection.execute(query, [gpus])]
-        return [rowforms.decode(Platform, dict(zip(names, values, strict=True))) for values in rows]
+            for values in self._connection.execute(query, [gpus]):
+                with suppress(
+                    *rowforms.DAMAGE
+                ):  # rows of such a platform are reported when they are read
+                    row = dict(zip(names, values[:-1], strict=True))
+                    found.append(rowforms.decode(Platform, row))
+        return found
 
     def _read(self, query: str, values: Sequence[Any] = ()) -> Iterator[dict[str, Any]]:
         """Rows by the names of their columns."""

@@ -34,8 +34,11 @@
 // the last reader of the same parity. It stores Y2 into a peer that has started call e: whatever
 // read the Y2 of call e - 1 on that peer's stream is done.
 //
+// With kSwap, weights are the first operand of WGMMA and tokens the second: a tile then has any
+// multiple of 8 rows, and each math group 64 of its columns.
+//
 // Defined before this text (ctatune/jit.py): kUpM kUpN kUpSplit kDownM kDownN kDownSplit kStages
-// kSlabs kMulticast kDirect kReduce kSkipWait.
+// kSlabs kMulticast kDirect kReduce kSwap kSkipWait.
 
 #include <cute/tensor.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -57,7 +60,8 @@ constexpr int kSegmentUnit = 256;           // in the first word of a tile, abov
 constexpr int kReceiverUnit = 65536;        // above the segment
 constexpr int kUpTile = 0, kDownTile = 1, kPartialTile = 2;
 constexpr int kNoTile = 3;                  // keeps clusters together
-constexpr int kMathGroups = kUpM <= 64 && kUpN == 64 && kDownM <= 64 && kDownN == 64 ? 1 : 2;
+constexpr bool kSmall = kUpM <= 64 && kUpN == 64 && kDownM <= 64 && kDownN == 64;
+constexpr int kMathGroups = kSwap ? kUpN / 64 : kSmall ? 1 : 2;
 constexpr int kThreads = 128 * (1 + kMathGroups);
 constexpr int kMaxSplit = kUpSplit > kDownSplit ? kUpSplit : kDownSplit;
 constexpr int kCluster = kMulticast ? 2 : kMaxSplit;
@@ -70,8 +74,8 @@ constexpr int max_of(int a, int b) { return a > b ? a : b; }
 template <int kRows_, int kN_, int kSplit_>
 struct TileShape {
   static constexpr int kRows = kRows_, kN = kN_, kSplit = kSplit_;
-  static constexpr int kM = max_of(64, kRows);
-  static constexpr int kGroupsM = kM >= 128 ? kMathGroups : 1;
+  static constexpr int kM = kSwap ? kRows : max_of(64, kRows);
+  static constexpr int kGroupsM = kM >= 128 && !kSwap ? kMathGroups : 1;
   static constexpr int kGroupsN = kMathGroups / kGroupsM;
   static constexpr int kGroupM = kM / kGroupsM;               // rows of one math group
   static constexpr int kGroupN = kN / kGroupsN;
@@ -83,10 +87,11 @@ struct TileShape {
   static constexpr int kStageBytes = kABytes + kN * kRowBytes;
   static constexpr int kSlabBytes = kDirect ? 0 : kOutRows * kSlabRowBytes;
   static constexpr int kOwnerWarps = 4 * kMathGroups / kSplit; // math warps whose rows one CTA owns
-  static constexpr int kSums = kGroupM / 64 * kGroupN / 2;    // accumulators of one thread
+  static constexpr int kSums = kGroupM * kGroupN / 128;       // accumulators of one thread
   static constexpr int kSenderBytes = kOwnerWarps * kSums * 32 * 4;
   static constexpr int kExchangeBytes = (kSplit - 1) * kSenderBytes;
-  static_assert(kGroupM % 64 == 0 && kGroupN % (kGroupsN > 1 ? kTileK : kSlabN) == 0);
+  static_assert(kSwap ? kM % 8 == 0 && kGroupN == 64 && kSplit == 1 && !kDirect
+                      : kGroupM % 64 == 0 && kGroupN % (kGroupsN > 1 ? kTileK : kSlabN) == 0);
   static_assert(kSplit == 1 || (kSplit == kMaxSplit && kM <= 128 && kSplit <= 4));
 };
 using Up = TileShape<kUpM, kUpN, kUpSplit>;
@@ -276,7 +281,7 @@ template <int kN> struct Wgmma;
   };
 CTATUNE_WGMMA(64) CTATUNE_WGMMA(96) CTATUNE_WGMMA(128) CTATUNE_WGMMA(192) CTATUNE_WGMMA(256)
 #ifdef CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // where a tile needs it: three megabytes of headers
-CTATUNE_WGMMA(160) CTATUNE_WGMMA(224)
+CTATUNE_WGMMA(80) CTATUNE_WGMMA(112) CTATUNE_WGMMA(160) CTATUNE_WGMMA(224)
 #endif
 
 // ---------------------------------------------------------------------------------- load warp
@@ -710,6 +715,38 @@ __device__ void write_slabs(Acc const& acc, char* slabs, Barriers& bars, Ring<kS
   for (int s = first + kSlabsGroup; s < Tile::kSlabsN; ++s) at.advance();
 }
 
+// The same with kSwap, where a thread has tokens side by side: a group writes one slab, and the
+// stores turn 8 features x 8 tokens to rows of tokens.
+template <class Tile, class Acc>
+__device__ void write_slabs_swapped(Acc const& acc, char* slabs, Barriers& bars, Ring<kSlabs>& at,
+                                    int group) {
+  constexpr int kBlocks = Tile::kM / 8;                // of 8 tokens
+  int const lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  for (int s = 0; s < group; ++s) at.advance();
+  Barrier::wait(&bars.d_empty[at.slot], at.phase ^ 1);
+  int const chunk = (warp * 2 + lane / 8 % 2) ^ (lane % 8);
+  char* rows = slabs + at.slot * kSlabBytes + (lane / 16 * 8 + lane % 8) * kRowBytes + chunk * 16;
+  CUTLASS_PRAGMA_UNROLL
+  for (int block = 0; block < kBlocks; block += 2, rows += 16 * kRowBytes) {
+    uint32_t regs[4];
+    CUTLASS_PRAGMA_UNROLL
+    for (int q = 0; q < 4; ++q) {
+      int const of = min(block + q / 2, kBlocks - 1);
+      float const lo = acc(make_coord(0, q % 2, of), 0, 0);
+      float const hi = acc(make_coord(1, q % 2, of), 0, 0);
+      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(regs[q]) : "f"(hi), "f"(lo));
+    }
+    uint128_t& to = *reinterpret_cast<uint128_t*>(rows);
+    if (block + 1 < kBlocks) SM90_U16x8_STSM_T::copy(regs[0], regs[1], regs[2], regs[3], to);
+    else SM90_U16x4_STSM_T::copy(regs[0], regs[1], to);
+  }
+  tma_store_fence();                                  // generic writes before the async reads
+  cutlass::arch::NamedBarrier::sync(128, 1 + group);
+  if (threadIdx.x % 128 == 0)
+    for (int i = 0; i < kMathGroups; ++i) Barrier::arrive(&bars.d_full[at.slot]);
+  for (int s = group; s < Tile::kSlabsN; ++s) at.advance();
+}
+
 // Turns four registers of each of the four lanes of a quad: lane q gets what lanes 0..3 hold in q.
 __device__ void transpose_quad(uint32_t (&v)[4], int lane) {
   CUTLASS_PRAGMA_UNROLL
@@ -841,20 +878,24 @@ struct Math {
     int const blocks = k_blocks<kIsUp>(p.tiles[i], part);
     bool const stamps = threadIdx.x == 128;
     if (stamps) stamp(p, i, kMathWaits);
-    using Atom = typename Wgmma<Tile::kGroupN>::Atom;
-    auto mma =
-        make_tiled_mma(Atom{}, Layout<Shape<Int<Tile::kGroupsM>, Int<Tile::kGroupsN>, _1>>{});
+    // Operands of WGMMA: rows of A are those of its result, rows of B the columns.
+    constexpr int kRowsA = kSwap ? Tile::kN : Tile::kM, kRowsB = kSwap ? Tile::kM : Tile::kN;
+    constexpr int kGroupsA = kSwap ? kMathGroups : Tile::kGroupsM;
+    constexpr int kGroupsB = kMathGroups / kGroupsA;
+    constexpr int kAtA = kSwap ? Tile::kABytes : 0, kAtB = kSwap ? 0 : Tile::kABytes;
+    using Atom = typename Wgmma<kRowsB / kGroupsB>::Atom;
+    auto mma = make_tiled_mma(Atom{}, Layout<Shape<Int<kGroupsA>, Int<kGroupsB>, _1>>{});
     auto layout_a =
-        tile_to_shape(GMMA::Layout_K_SW128_Atom<bf16>{}, Shape<Int<Tile::kM>, Int<kTileK>>{});
+        tile_to_shape(GMMA::Layout_K_SW128_Atom<bf16>{}, Shape<Int<kRowsA>, Int<kTileK>>{});
     auto layout_b =
-        tile_to_shape(GMMA::Layout_K_SW128_Atom<bf16>{}, Shape<Int<Tile::kN>, Int<kTileK>>{});
+        tile_to_shape(GMMA::Layout_K_SW128_Atom<bf16>{}, Shape<Int<kRowsB>, Int<kTileK>>{});
     auto thread = mma.get_slice(128 * group);
     // Descriptors of stage 0 (m or n, k): a stage further is kStageBytes further.
     auto frag_a = thread.make_fragment_A(thread.partition_A(
-        make_tensor(make_smem_ptr(reinterpret_cast<bf16*>(ring)), layout_a)));
+        make_tensor(make_smem_ptr(reinterpret_cast<bf16*>(ring + kAtA)), layout_a)));
     auto frag_b = thread.make_fragment_B(thread.partition_B(
-        make_tensor(make_smem_ptr(reinterpret_cast<bf16*>(ring + Tile::kABytes)), layout_b)));
-    auto acc = partition_fragment_C(mma, Shape<Int<Tile::kM>, Int<Tile::kN>>{});
+        make_tensor(make_smem_ptr(reinterpret_cast<bf16*>(ring + kAtB)), layout_b)));
+    auto acc = partition_fragment_C(mma, Shape<Int<kRowsA>, Int<kRowsB>>{});
     if (Tile::kSplit > 1 && blocks == 0) clear(acc);
 
     mma.accumulate_ = GMMA::ScaleOut::Zero;
@@ -884,6 +925,7 @@ struct Math {
     if constexpr (Tile::kSplit > 1)
       reduce<Tile>(acc, exchange, bars, part, split_tiles++, group);
     if constexpr (kDirect) store_direct<kIsUp>(acc, p.tiles[i], part);
+    else if constexpr (kSwap) write_slabs_swapped<Tile>(acc, slabs, bars, d_at, group);
     else write_slabs<Tile>(acc, slabs, bars, d_at, group, part);
     if (stamps) stamp(p, i, kSlabsWritten);
   }

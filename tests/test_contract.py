@@ -190,6 +190,16 @@ FEATURES = {  # (up, down, stages, slabs, more): what a tile can do besides its 
         2,
         {"direct": True},
     ),
+    "swapped": (Tile(m=80, n=128), Tile(m=80, n=128), 6, 2, {"swap_ab": True}),
+    "swapped, one group": (Tile(m=112, n=64), Tile(m=112, n=64), 8, 1, {"swap_ab": True}),
+    "swapped, 256 rows": (Tile(m=256, n=128), Tile(m=256, n=128), 3, 2, {"swap_ab": True}),
+    "swapped, multicast": (
+        Tile(m=64, n=128, group_m=2),
+        Tile(m=64, n=128, group_m=2),
+        6,
+        2,
+        {"multicast": True, "swap_ab": True},
+    ),
     "two rings, multicast": (
         Tile(m=128, n=256, group_m=2),
         Tile(m=128, n=128, group_m=2),

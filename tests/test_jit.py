@@ -34,6 +34,7 @@ def test_preamble_reads_as_text():
         "constexpr bool kMulticast = true;\n"
         "constexpr bool kDirect = false;\n"
         "constexpr bool kReduce = false;\n"
+        "constexpr bool kSwap = false;\n"
         "constexpr bool kSkipWait = false;\n"
     )
 

@@ -155,6 +155,19 @@ def test_the_users_races_go_before_the_shipped_ones(tmp_path, utc):
     assert answer(stored(tmp_path / "x.db", own)).latency_us == pytest.approx(1.5 * usual)
 
 
+def test_rows_of_another_machine_hide_nothing_that_is_shipped(tmp_path):
+    """Of a newer driver, and of a platform without a model, both with the newest rows."""
+    newer = replace(MACHINE.platform, driver="999")
+    strange = replace(MACHINE.platform, name="strange", gpu="Strange")
+    rows = [row for row in ROWS if row.problem.m == 2048]
+    own = [*dated(rows, platform=newer), *dated(rows, platform=strange, id=2)]
+    db = stored(tmp_path / "x.db", own)
+    ctatune.refresh()
+    for shape in ("4096x8192x8192", "64x8192x8192", "64x4096x4096"):
+        found = ctatune.best(shape, gpus=2, db=db)
+        assert (found.platform, found.source) == (PLATFORM, "measured")
+
+
 def test_races_of_another_identity_say_nothing(tmp_path):
     usual = answer(tmp_path / "none.db").latency_us
     slow = slower(ROWS, 1.5, 2048, 4096)

@@ -16,7 +16,6 @@ from test_contract import numpy_case
 
 from ctatune import answers, plans, reference
 from ctatune.choice import Choice
-from ctatune.computed import rank
 from ctatune.config import AnyConfig, Config, Tile
 from ctatune.errors import NoAnswer, UsageError
 from ctatune.latency import estimate
@@ -26,7 +25,7 @@ from ctatune.plans import Plans, bucket
 from ctatune.problem import Problem
 from ctatune.schedule import Columns, build
 from ctatune.seed import shipped
-from ctatune.space import default_config
+from ctatune.space import candidates, default_config
 
 NO_DB = Path("/nonexistent/ctatune.db")
 WIDE = Problem(m=4096, k=8192, h=8192, n=8192, gpus=2)
@@ -161,18 +160,51 @@ def test_tokens_that_were_measured_stand_for_themselves():
     assert quiet(found, 47).note.startswith("as 64 tokens")
 
 
-@pytest.mark.parametrize(("gpus", "shape"), [(4, "1024x8192x8192"), (2, "1024x4096x11008")])
-def test_where_the_answer_does_not_fit_the_best_that_does_runs(gpus, shape):
+def test_tiles_that_fit_any_tokens_are_no_higher_than_these_need():
+    tile = Tile(m=128, n=64, group_m=2)
+    config = Config(up=tile, down=tile, stages=8, d_slabs=1, multicast=True, swap_ab=True)
+    for m, rows in (
+        (256, 128),
+        (225, 128),
+        (224, 112),
+        (200, 112),
+        (129, 80),
+        (300, 112),
+        (512, 128),
+    ):
+        fitted = plans._fitted(config, m)
+        assert {tile.m for tile in fitted.tiles} == {rows}
+        assert -(-m // rows) == -(-m // 128)
+    assert plans._fitted(default_config(WIDE), 200) == default_config(WIDE)
+
+
+PIPELINE = SimpleNamespace(
+    shape="64x4096x11008x4096",
+    config=replace(default_config(Problem.of("64x4096x11008", gpus=2)), mix=0.0, down_axis="n"),
+    platform=None,
+)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "shape", "choice"),
+    [
+        (4, "1024x8192x8192", None),
+        (2, "1024x4096x11008", None),
+        (2, "512x4096x11008", PIPELINE),
+    ],
+)
+def test_where_the_answer_does_not_fit_the_best_that_does_runs(gpus, shape, choice):
     problem = Problem.of(shape, gpus=gpus)
-    found = plans_of(replace(problem, m=4096))
+    found = plans_of(replace(problem, m=4096), choice)
     machine = load().for_gpus(gpus)
-    fitting = [config for config in rank(problem, machine) if found._fits(config)]
+    estimates = {
+        config: estimate(problem, config, machine).latency_us
+        for config in candidates(problem)
+        if found._fits(config)
+    }
     plan = quiet(found, problem.m)
-    took, least = (
-        estimate(problem, config, machine).latency_us for config in (plan.config, fitting[0])
-    )
     assert plan.source == "predicted"
-    assert took <= least
+    assert estimates[plan.config] == min(estimates.values())
 
 
 CHOICE = SimpleNamespace(

@@ -189,9 +189,10 @@ def test_one_small_tile_needs_one_math_group() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_valid_and_fills_shared_memory(family: Family) -> None:
     config = family.config(up_group=2, down_group=2)
-    assert why_invalid(config, PROBLEM) is None
+    problem = replace(PROBLEM, m=4 * family.m)
+    assert why_invalid(config, problem) is None
     deeper = replace(config, stages=config.stages + 1)
-    reason = why_invalid(deeper, PROBLEM)
+    reason = why_invalid(deeper, problem)
     assert reason is not None
     assert "shared memory" in reason
 
