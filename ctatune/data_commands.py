@@ -69,6 +69,7 @@ def fit(
 
     if plot_path:
         race.check_plot(plot_path)
+    click.echo("ctatune: this takes some two minutes", err=True)
     fitted = refit.refit(db, platform, out)
     if plot_path:
         accuracy.plot(fitted.held, fitted.machine, plot_path)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import Field, dataclass, fields, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from ctatune.config import AnyConfig, Baseline, Tile
@@ -247,8 +249,11 @@ def document(name: str) -> dict[str, Any]:
 
 @cache
 def _documents() -> dict[str, dict[str, Any]]:
+    """The shipped models by platform, and before them those of `$CTATUNE_MODELS`, a folder."""
+    own = os.environ.get("CTATUNE_MODELS")
+    folders = [room("models"), *([Path(own)] if own else [])]
     found = {}
-    for path in sorted(room("models").glob("*.json")):
+    for path in (path for folder in folders for path in sorted(folder.glob("*.json"))):
         try:
             read = json.loads(path.read_text(encoding="utf-8"))
             found[str(read["platform"]["name"])] = read

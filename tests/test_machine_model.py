@@ -1,5 +1,7 @@
 """The machine model: what it computes by hand, and what was measured of bursts and pacing."""
 
+import copy
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -8,10 +10,11 @@ from fakes import cool_machine, design_machine
 from test_latency import config, square
 from test_simulate import round_machine, times_of_gpu_0, tiny
 
+from ctatune import machine_model
 from ctatune.config import Config, Tile
 from ctatune.errors import UsageError
 from ctatune.latency import estimate
-from ctatune.machine_model import faded, load
+from ctatune.machine_model import DEFAULT_PLATFORM, faded, load
 from ctatune.problem import Problem
 from ctatune.schedule import UP, build
 from ctatune.simulate import run, simulate
@@ -179,3 +182,23 @@ def test_what_a_tile_loads_is_what_there_is():
     assert deep.ahead_bytes == 7 * one_token.tile.n * 128
     few, many = (MACHINE.tile_time(one_token).memory.us(active) for active in (8, 128))
     assert many > few > many * 8 / 128
+
+
+def test_own_models_go_before_the_shipped_ones(tmp_path, monkeypatch):
+    shipped = machine_model.document(DEFAULT_PLATFORM)
+    own = copy.deepcopy(shipped)
+    own["parameters"]["flag_us"]["value"] = 9.0
+    for name in (DEFAULT_PLATFORM, "mine"):
+        own["platform"]["name"] = name
+        (tmp_path / f"{name}.json").write_text(json.dumps(own))
+    caches = machine_model._documents, machine_model._model
+    monkeypatch.setenv("CTATUNE_MODELS", str(tmp_path))
+    try:
+        for cached in caches:
+            cached.cache_clear()
+        assert [load(name).flag_us for name in (None, "mine")] == [9.0, 9.0]
+        monkeypatch.delenv("CTATUNE_MODELS")
+    finally:
+        for cached in caches:
+            cached.cache_clear()
+    assert load().flag_us != 9.0
