@@ -75,14 +75,15 @@ class Work:
         return 2.0 - math.gcd(self.inputs * BF16_BYTES, L2_LINE_BYTES) / L2_LINE_BYTES
 
     @cached_property
-    def input_rows(self) -> float:
-        """Mean rows of the inputs that one tile loads: the last tile row has what is left."""
-        return self.m / self.tiles_m
+    def input_rows(self) -> int:
+        """Rows of the inputs that one whole tile loads; those of the last tile row, which may load
+        fewer, wait for the others."""
+        return min(self.tile.m, self.m)
 
     @cached_property
     def loaded_bytes(self) -> int:
         """What one whole tile loads into its SM."""
-        return (min(self.tile.m, self.m) + self.tile.n) * self.row_bytes
+        return (self.input_rows + self.tile.n) * self.row_bytes
 
     @cached_property
     def ahead_bytes(self) -> int:

@@ -45,8 +45,8 @@ def test_hbm_traffic_known_values() -> None:
     assert once == 2 * 8192 * (2048 + 16 * 132 * 256)
 
 
-def test_a_last_tile_row_loads_what_is_left_of_the_inputs() -> None:
-    assert [work(m, 64, 4096).input_rows for m in (100, 128, 200, 256)] == [100, 128, 100, 128]
+def test_tiles_take_what_the_whole_ones_take() -> None:
+    assert [work(m, 64, 4096).input_rows for m in (100, 128, 200, 256)] == [100, 128, 128, 128]
     assert work(200, 64, 4096).loaded_bytes == work(256, 64, 4096).loaded_bytes
 
 
