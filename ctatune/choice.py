@@ -13,13 +13,11 @@ from ctatune.config import OWN_KERNEL, AnyConfig
 from ctatune.errors import NoAnswer, UsageError
 from ctatune.known import (
     alike,
+    asked,
     differences,
     how_old,
     model_for,
     of_weights,
-    platform_of,
-    user_rows,
-    wanted_of,
 )
 from ctatune.limits import why_invalid
 from ctatune.problem import Output, Problem
@@ -28,7 +26,6 @@ from ctatune.rows import PredictionRow, Row
 from ctatune.seed import shipped
 from ctatune.space import answers, candidates, default_config
 from ctatune.stats import APART, ratio_interval, slower_in_each, verdict
-from ctatune.store import default_path
 
 # Our kernel first: its result is bit for bit that of one GPU, and a call is one launch a GPU.
 TIE_ORDER = ("cta", "tp", "tp_twoshot", "microbatch", "microbatch_cta", "single")
@@ -76,8 +73,7 @@ def choose(
 
     Raises: NoAnswer; StoreError for a damaged database.
     """
-    user = user_rows(db or default_path(), problem)
-    wanted = wanted_of(problem, platform_of(problem, user, platform))
+    user, wanted = asked(problem, db, platform)
     own, theirs = alike(user.of_tokens(problem.m), wanted), alike(shipped(problem.shape), wanted)
     failed = failed_in([*own, *theirs])
     no_kernel = _why_no_kernel(problem, [*own, *theirs], failed)
@@ -277,10 +273,10 @@ def _choice(
     notes: Sequence[str],
     **rest: Any,
 ) -> Choice:
-    asked = {name: wanted[name] for name in ("dtype", "activation", "gpus", "output", "platform")}
+    names = "dtype", "activation", "gpus", "output", "platform"
     alone = problem.gpus > 1 and baselines.get("single", math.inf) < latency_us * math.exp(-APART)
     return Choice(
-        **asked,
+        **{name: wanted[name] for name in names},
         shape=problem.shape,
         method=config.method,
         config=config,

@@ -108,6 +108,7 @@ def search(
 
     seconds = seconds_of(time_text) if time_text else None
     problems = _problems(shapes, problem_fields)
+    _require_runnable(problems)
     choices = []
     with session.open_session(problems[0].gpus, db, platform, command_line()) as opened:
         if opened.simulates:
@@ -146,7 +147,7 @@ def best(
     from ctatune.answers import best as best_of
 
     asked = {"db": db, "platform": platform, "ours": ours} | problem_fields
-    problems = dict.fromkeys(Problem.of(shape, **problem_fields) for shape in shapes)
+    problems = _problems(shapes, problem_fields)
     choices = [best_of(problem.shape, **asked) for problem in problems]
     if db and not db.exists():
         click.echo(f"ctatune: {db} does not exist: what is shipped answers", err=True)
@@ -188,9 +189,7 @@ def bench(
     named = [shape for preset in presets for shape in PRESETS[preset]]
     if not (shapes or named):
         raise UsageError("nothing to race: give --shape or --preset")
-    problems = list(
-        dict.fromkeys(Problem.of(shape, **problem_fields) for shape in (*shapes, *named))
-    )
+    problems = _problems((*shapes, *named), problem_fields)
     if plot_path:
         race.check_plot(plot_path)
     if not stored:
@@ -223,13 +222,16 @@ def bench(
 
 
 def _problems(shapes: Iterable[str], fields: dict[str, Any]) -> list[Problem]:
-    """Each problem once. Raises: NoAnswer for one that our kernel cannot run, before any work."""
-    problems = list(dict.fromkeys(Problem.of(shape, **fields) for shape in shapes))
+    """Each problem once."""
+    return list(dict.fromkeys(Problem.of(shape, **fields) for shape in shapes))
+
+
+def _require_runnable(problems: list[Problem]) -> None:
+    """Raise NoAnswer for a problem that our kernel cannot run, before any work."""
     for problem in problems:
         if next(candidates(problem), None) is None:
             reason = why_invalid(default_config(problem), problem)
             raise NoAnswer(f"no config can run {problem.shape}: {reason}")
-    return problems
 
 
 def _print_json(choices: list[Any]) -> None:

@@ -54,7 +54,7 @@ class Config:
     by one CTA: spread out, they do not hold up the loads of tiles. With `multicast`, two CTAs whose
     tiles lie one above the other load their common weights once. With `direct`, results are stored
     from registers and not through slabs and TMA. With `swap_ab`, weights are the first operand of
-    WGMMA and tokens the second, so that a tile may have any multiple of 8 rows.
+    WGMMA and tokens the second, so that rows of a tile can fit the tokens (`limits.SWAPPED_ROWS`).
     """
 
     up: Tile

@@ -68,7 +68,11 @@ def points(rows: Iterable[Row]) -> list[Point]:
     newest: dict[tuple[Problem, AnyConfig], Row] = {}
     for row in sorted(rows, key=lambda row: row.age):
         good = row.good and row.measurement.phase == "screen" and row.of_this_protocol
-        of_ours = isinstance(row.config, Config) and of_this_kernel(row) and _is_valid(row)
+        of_ours = (
+            isinstance(row.config, Config)
+            and of_this_kernel(row)
+            and why_invalid(row.config, row.problem) is None  # a file may be edited by hand
+        )
         has_model = plain(row.config) in modelled(row.problem)
         if good and (of_ours or has_model):
             newest[row.problem, row.config] = row
@@ -80,11 +84,6 @@ def points(rows: Iterable[Row]) -> list[Point]:
         (Point(*key, latency_us) for key, latency_us in found.items()),
         key=lambda point: (point.problem.shape, point.problem.gpus, str(point.config)),
     )
-
-
-def _is_valid(row: Row) -> bool:
-    """Whether our config can run: not where a file was edited by hand."""
-    return isinstance(row.config, Config) and why_invalid(row.config, row.problem) is None
 
 
 def ours(some: Iterable[Point]) -> list[Point]:

@@ -95,25 +95,26 @@ def present_kernels() -> frozenset[str]:
     `kernels/equal.json` names, for a version, those before it that it equals, and what compared
     them. A change of the code that it does not name ends it.
     """
-    return _reached(("same code",))
+    return _reached(kernel_hash(), "same code")
 
 
 def equal_kernels() -> frozenset[str]:
     """Hashes of older versions of the MLP kernel whose latencies count as those of the present one,
     as races of both said."""
-    return _reached(("same code", "as fast")) - present_kernels()
+    return _reached(kernel_hash(), "same code", "as fast") - present_kernels()
 
 
 def equal_with_whole_tiles() -> frozenset[str]:
     """Hashes of still older versions, whose latencies count where no tile has fewer rows than
     others."""
     links = "same code", "as fast", "as fast with whole tiles"
-    return _reached(links) - equal_kernels() - present_kernels()
+    return _reached(kernel_hash(), *links) - equal_kernels() - present_kernels()
 
 
-def _reached(kinds: tuple[str, ...]) -> frozenset[str]:
-    """The present version and, link by link, those that it equals."""
-    found, new = set[str](), {kernel_hash()}
+@cache
+def _reached(kernel: str, *kinds: str) -> frozenset[str]:
+    """A version and, link by link, those that it equals. (Every row that is read asks for them.)"""
+    found, new = set[str](), {kernel}
     while new:
         found |= new
         links = (_equal_kernels().get(name, {}).get(kind, {}) for name in new for kind in kinds)

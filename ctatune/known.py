@@ -46,14 +46,21 @@ class Stored(NamedTuple):
 
 def stored_rows(problem: Problem, db: Path | None, platform: str | None) -> Stored:
     """What is known of a problem: shipped rows, then the user's."""
-    user = user_rows(db or default_path(), problem)
-    wanted = wanted_of(problem, platform_of(problem, user, platform))
+    user, wanted = asked(problem, db, platform)
     rows = (*shipped(problem.shape), *user.of_tokens(problem.m))
     outdated = [row for row in rows if _outdated(row) and not _elsewhere(row, wanted)]
     return Stored(alike(rows, wanted), len(outdated))
 
 
-def platform_of(problem: Problem, user: UserRows, name: str | None) -> dict[str, Any]:
+def asked(
+    problem: Problem, db: Path | None, platform: str | None
+) -> tuple[UserRows, dict[str, Any]]:
+    """What the user's database (None: `default_path()`) holds, and what must be equal in a row."""
+    user = user_rows(db or default_path(), problem)
+    return user, wanted_of(problem, _platform_of(problem, user, platform))
+
+
+def _platform_of(problem: Problem, user: UserRows, name: str | None) -> dict[str, Any]:
     """The platform asked for, or the user's usual one: as it was when the user last measured the
     problem on it, else as it was for what is shipped of the problem, else when the user last
     measured anything on it, else as it is shipped."""
@@ -223,12 +230,11 @@ def of_weights(problem: Problem, user: UserRows, wanted: dict[str, Any]) -> list
 
 def tokens_of_ours(problem: Problem, db: Path | None, platform: str | None) -> set[int]:
     """The numbers of tokens of which our kernel was measured, with these weights."""
-    user = user_rows(db or default_path(), problem)
-    near = of_weights(problem, user, wanted_of(problem, platform_of(problem, user, platform)))
+    near = of_weights(problem, *asked(problem, db, platform))
     return {row.problem.m for row in near if row.good and row.config.method == "cta"}
 
 
 def machine_of(problem: Problem, db: Path | None, platform: str | None) -> MachineModel:
     """The model that `best` computes with. Raises: UsageError when there is none."""
-    user = user_rows(db or default_path(), problem)
-    return model_for(problem, wanted_of(problem, platform_of(problem, user, platform)))[0]
+    _, wanted = asked(problem, db, platform)
+    return model_for(problem, wanted)[0]

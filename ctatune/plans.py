@@ -157,39 +157,45 @@ class Plans:
         """What is known for a problem, and what failed there, unless the caller has chosen it."""
         rows = stored_rows(problem, self._db, self._platform).rows
         failed = failed_in(rows) - ({self._choice.config} if self._choice else set())
-        choice, found = self._answer(problem), self._measured_plans(rows)
-        config = choice.config if choice else None
-        if choice and isinstance(config, Config) and self._fits(config) and config not in failed:
-            answer = Plan(config=config, source=choice.source, note=choice.note)
-            return [answer, *(plan for _, plan in found if plan.config not in failed)], failed
-        found += self._predicted_plans(problem, failed)
-        found.sort(key=itemgetter(0))
-        return [plan for _, plan in found if plan.config not in failed], failed
+        found, answer = self._measured_plans(rows, failed), self._answer(problem)
+        first = []
+        if answer and answer.config not in failed and self._fits(answer.config):
+            first.append(answer)
+        else:
+            found += self._predicted_plans(problem, failed)
+        return [*first, *(plan for _, plan in sorted(found, key=itemgetter(0)))], failed
 
-    def _answer(self, problem: Problem) -> Choice | None:
+    def _answer(self, problem: Problem) -> Plan | None:
         """The caller's choice, or the best of our kernel."""
-        chosen = self._choice
-        if chosen and chosen.shape == problem.shape and isinstance(chosen.config, Config):
-            return chosen
-        try:
-            return answers.best(
-                problem.shape, gpus=problem.gpus, db=self._db, platform=self._platform, ours=True
-            )
-        except NoAnswer:
-            return None
+        choice = self._choice
+        if not (choice and choice.shape == problem.shape and isinstance(choice.config, Config)):
+            try:
+                choice = answers.best(
+                    problem.shape,
+                    gpus=problem.gpus,
+                    db=self._db,
+                    platform=self._platform,
+                    ours=True,
+                )
+            except NoAnswer:
+                return None
+        assert isinstance(choice.config, Config)
+        return Plan(config=choice.config, source=choice.source, note=choice.note)
 
-    def _measured_plans(self, rows: Sequence[Row]) -> list[_Rated]:
-        """Our configs that were measured and fit."""
+    def _measured_plans(self, rows: Sequence[Row], failed: set[AnyConfig]) -> list[_Rated]:
+        """Our configs that were measured, fit and did not fail: as they raced last, else as they
+        were screened last."""
         found: dict[Config, _Rated] = {}
         newest = sorted(rows, key=lambda row: row.age, reverse=True)
         for row in sorted(newest, key=lambda row: row.measurement.phase != "final"):
             config, latency_us = row.config, row.measurement.latency_us
-            if not (row.good and latency_us and isinstance(config, Config) and self._fits(config)):
+            if not (row.good and latency_us and isinstance(config, Config)) or config in failed:
                 continue
             plan = Plan(config=config, source="measured", note=f"measured at {latency_us:.1f} us")
             most_us = latency_us * (1.0 if row.measurement.phase == "final" else MARGIN)
-            found.setdefault(config, (most_us, plan))
-        return sorted(found.values(), key=itemgetter(0))
+            if self._fits(config):
+                found.setdefault(config, (most_us, plan))
+        return list(found.values())
 
     def _predicted_plans(self, problem: Problem, failed: set[AnyConfig]) -> list[_Rated]:
         """The best by estimate of those that fit."""

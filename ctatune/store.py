@@ -232,9 +232,7 @@ class Store(AbstractContextManager["Store"]):
         found = []
         with _one_line(self.name):
             for values in self._connection.execute(query, [gpus]):
-                with suppress(
-                    *rowforms.DAMAGE
-                ):  # rows of such a platform are reported when they are read
+                with suppress(*rowforms.DAMAGE):  # reported when its rows are read
                     row = dict(zip(names, values[:-1], strict=True))
                     found.append(rowforms.decode(Platform, row))
         return found
