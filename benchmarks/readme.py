@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import geometric_mean
 
 from ctatune import accuracy, race
 from ctatune.config import Config
@@ -117,6 +118,19 @@ def ranges(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"\nPercentages: {', '.join(found)}.\n" if found else ""
 
 
+def against_cublas(group: Races) -> str:
+    """What cuBLAS takes of our latency on one GPU, over all races."""
+    found = [
+        single.latency_us / ours.latency_us
+        for lines in group.values()
+        if (ours := fastest(lines, "cta")) and (single := fastest(lines, "single"))
+    ]
+    return (
+        f"\ncuBLAS over ours: {min(found):.3f} .. {max(found):.3f}, geometric mean "
+        f"{geometric_mean(found):.3f} of {len(found)} shapes.\n"
+    )
+
+
 def origin(group: Races) -> str:
     """On what the races of a table ran; of which shapes, where that differs."""
     shapes: dict[str, list[str]] = {}
@@ -140,7 +154,7 @@ def summary(found: Races) -> str:
         rows = [cells(x, ours) for x in group.values() if (ours := fastest(x, "cta"))]
         sizes = [f"{name} {size}" for name, size in zip("khn", weights, strict=False)]
         title = ", ".join([f"{gpus} GPU{'s' * (gpus > 1)}", *sizes])
-        spread = ranges(head, rows) if gpus > 1 else ""
+        spread = ranges(head, rows) if gpus > 1 else against_cublas(group)
         parts.append(f"**{title}** ({origin(group)}):\n\n{race.table(head, *rows)}\n{spread}")
     return "\n".join(parts)
 

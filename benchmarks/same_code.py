@@ -2,21 +2,22 @@
 
     git show COMMIT:kernels/mlp.cu > /tmp/old.cu; python benchmarks/same_code.py /tmp/old.cu
 
-Compares each family that both versions have, along n and along h. Three minutes on two cores; needs
-no GPU.
+Compares each family that both versions have, along n and along h, and swapped tiles of 160 .. 256
+tokens. Half an hour on two cores, three minutes on sixteen; needs no GPU.
 """
 
 import os
 import struct
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from ctatune import jit
 from ctatune.config import Config
 from ctatune.limits import why_invalid
 from ctatune.problem import Problem
-from ctatune.space import FAMILIES
+from ctatune.space import FAMILIES, swapped
 
 COMPARED = (".text.", ".nv.constant0.")  # instructions, and the layout of parameters
 NO_BYTES = 8  # type of a section that takes none in the file
@@ -54,6 +55,8 @@ def main() -> None:
     other = Path(sys.argv[1]).read_text(encoding="utf-8")
     configs = [f.config(up_group=2, down_group=2, down_axis=a) for f in FAMILIES for a in "nh"]
     configs = [config for config in configs if why_invalid(config, PROBLEM) is None]
+    few = (replace(PROBLEM, m=m) for m in (160, 192, 224, 256))
+    configs += [config for problem in few for config in swapped(problem) if config.multicast]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         results = list(pool.map(compared, configs, [other] * len(configs)))
     for config, result in zip(configs, results, strict=True):

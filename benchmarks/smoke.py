@@ -4,6 +4,7 @@ compute-sanitizer --tool memcheck python benchmarks/smoke.py [GPUS]
 """
 
 import sys
+from dataclasses import replace
 
 from ctatune.gpus import Gpus
 from ctatune.launch import PlacedSchedule
@@ -11,7 +12,7 @@ from ctatune.limits import default_split, why_invalid
 from ctatune.operands import Inputs, place
 from ctatune.problem import Problem
 from ctatune.schedule import build
-from ctatune.space import FAMILIES
+from ctatune.space import FAMILIES, swapped
 
 SHAPES = ((200, 328, 1000, 712), (64, 512, 520, 768), (1, 128, 512, 256))
 CALLS = 3
@@ -20,10 +21,11 @@ CALLS = 3
 def main() -> None:
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 1
     gpus = Gpus(count)
-    for family in FAMILIES:
-        config = family.config(up_group=2, down_group=2, stage_split=default_split(count))
-        for m, k, h, n in SHAPES:
-            problem = Problem(m=m, k=k, h=h, n=n, gpus=count)
+    for m, k, h, n in SHAPES:
+        problem = Problem(m=m, k=k, h=h, n=n, gpus=count)
+        kernels = [family.config(up_group=2, down_group=2) for family in FAMILIES]
+        for kernel in [*kernels, *swapped(problem)]:
+            config = replace(kernel, stage_split=default_split(count))
             if reason := why_invalid(config, problem):
                 print(f"skipped {problem.shape} {config}: {reason}")
                 continue

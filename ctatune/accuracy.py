@@ -260,9 +260,9 @@ def _features(point: Point) -> list[float]:
     sizes = [math.log(size) for size in (problem.m, problem.k, problem.h, problem.n)]
     method = ("cta", "single", "tp", "tp_twoshot").index(config.method)
     if not isinstance(config, Config):
-        return [*sizes, problem.gpus, method, *[0.0] * 15]
+        return [*sizes, problem.gpus, method, *[0.0] * 17]
     up, down, p_up = config.up, config.down, config.stage_split[0]
-    tiles = (up.m, up.n, up.split_k, up.group_m, down.n, down.group_m)
+    tiles = (up.m, up.n, up.split_k, up.group_m, down.m, down.n, down.split_k, down.group_m)
     choices = (config.stages, config.d_slabs, config.mix, p_up, config.pace_us)
     kind = (config.multicast, config.direct, config.swap_ab, config.down_axis == "h")
     return [*sizes, problem.gpus, method, *tiles, *choices, *kind]

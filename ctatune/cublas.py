@@ -152,7 +152,8 @@ class Cublas:
         for i, plan in list(enumerate(offers)) * _ROUNDS:
             run = partial(self._enqueue, gpu, operands, sizes, plan)
             with suppress(*self._faults):  # one that cannot run these operands after all
-                times[i].append(self._time_us(gpu, run))
+                us = self._time_us(gpu, run)
+                times[i].append(us)
         if not times:
             raise DeviceError(f"cuBLAS offers no algorithm for {_name(sizes)}")
         return offers[min(times, key=lambda i: median(times[i]))]

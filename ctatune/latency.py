@@ -19,7 +19,7 @@ from ctatune.problem import Problem
 from ctatune.records import Prediction
 from ctatune.work import Work
 
-ESTIMATE = "estimate-9"
+ESTIMATE = "estimate-10"
 _BURST = 0.5  # part of the last wave's outgoing burst that the spread of its tiles does not hide
 
 

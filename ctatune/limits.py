@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ctatune.config import Config, Tile
 from ctatune.problem import DTYPES, Problem
 
@@ -9,7 +11,7 @@ TILE_K = 64  # 128 bytes of bf16: one row of the widest TMA swizzle
 SMEM_BYTES = 232_448  # 227 KiB that one CTA of sm_90 can have
 BARRIER_BYTES = 8
 WGMMA_ROWS = 64  # the least that an instruction computes
-SWAPPED_ROWS = (64, 80, 96, 112, 128, 256)  # of tiles whose rows are the n of an instruction
+SWAPPED_ROWS = range(64, 257, 8)  # of tiles whose rows are the n of an instruction
 MAX_SPLIT = 4
 ALIGNMENT_BYTES = 16  # TMA: the pitch of a row in memory
 MAX_ACCUMULATORS = 128  # fp32 registers a thread that leave room at 232 registers (no spills)
@@ -30,9 +32,11 @@ def stage_bytes(tile: Tile) -> int:
     return (tile.m + tile.n) * 2 * TILE_K
 
 
-def out_rows(tile: Tile) -> int:
-    """Rows of a tile that one CTA of its cluster stores."""
-    return max(WGMMA_ROWS, tile.m) // tile.split_k
+def out_box(tile: Tile, swap_ab: bool) -> tuple[int, int]:
+    """Rows and columns of a tile that one CTA of its cluster stores: what its math warps have."""
+    if swap_ab:
+        return tile.m, tile.n // tile.split_k
+    return max(WGMMA_ROWS, tile.m) // tile.split_k, tile.n
 
 
 def slab_columns(tile: Tile) -> int:
@@ -40,8 +44,14 @@ def slab_columns(tile: Tile) -> int:
     return TILE_K // 2 if tile.n % TILE_K else TILE_K
 
 
-def _slab_bytes(tile: Tile) -> int:
-    return 2 * out_rows(tile) * slab_columns(tile)
+def _slab_bytes(tile: Tile, swap_ab: bool) -> int:
+    return 2 * out_box(tile, swap_ab)[0] * slab_columns(tile)
+
+
+def buffered(tile: Tile, config: Config) -> float:
+    """The part of what a CTA stores of a tile that its slabs have room for."""
+    columns = out_box(tile, config.swap_ab)[1]
+    return min(1.0, config.d_slabs * slab_columns(tile) / columns)
 
 
 def down_stages(config: Config) -> int:
@@ -52,9 +62,9 @@ def down_stages(config: Config) -> int:
 def smem_bytes(config: Config) -> int:
     """Dynamic shared memory of one CTA: ring of stages, slabs, partial sums, barriers."""
     tiles = config.tiles
-    slab_bytes = 0 if config.direct else max(map(_slab_bytes, tiles))
+    slab_bytes = 0 if config.direct else max(_slab_bytes(t, config.swap_ab) for t in tiles)
     slabs = config.d_slabs * slab_bytes
-    sums = max((tile.split_k - 1) * out_rows(tile) * tile.n * 4 for tile in tiles)
+    sums = max((t.split_k - 1) * math.prod(out_box(t, config.swap_ab)) * 4 for t in tiles)
     rings = 1 if tiles[0].m == tiles[1].m and tiles[0].n == tiles[1].n else 2
     depth = max(config.stages, down_stages(config))
     barriers = 2 * BARRIER_BYTES * (rings * depth + config.d_slabs + 2)
@@ -129,14 +139,18 @@ def _why_tile(name: str, tile: Tile, config: Config) -> str | None:
 
 def _why_swapped(name: str, tile: Tile, config: Config) -> str | None:
     if tile.m not in SWAPPED_ROWS or tile.n not in (64, 128):
-        rule = f"{', '.join(map(str, SWAPPED_ROWS))} x 64 or 128 (WGMMA n, math groups)"
+        rule = "a multiple of 8 from 64 to 256, x 64 or 128 (WGMMA n, math groups)"
         return f"{name} tile with swap_ab must be {rule}, got {tile.m}x{tile.n}"
-    if tile.split_k > 1 or config.direct:
-        return "swap_ab goes with neither split_k nor direct stores (rows of a tile are columns)"
-    if any((other.m, other.n) != (tile.m, tile.n) for other in config.tiles):
-        return "swap_ab needs tiles of one size in both layers (math groups)"
-    if config.d_slabs < tile.n // 64:
-        rule = f"at least {tile.n // 64} (a math group writes one)"
+    if config.direct:
+        return "swap_ab does not go with direct stores (rows of a tile are columns)"
+    if config.up.n != config.down.n:
+        return "swap_ab needs tiles of one width in both layers (math groups)"
+    if tile.split_k not in (1, tile.n // WGMMA_ROWS):
+        rule = f"1 or {tile.n // WGMMA_ROWS} (a CTA owns the sums of one math group)"
+        return f"split_k of {tile.m}x{tile.n} with swap_ab must be {rule}, got {tile.split_k}"
+    slabs = out_box(tile, True)[1] // TILE_K
+    if config.d_slabs < slabs:
+        rule = f"at least {slabs} (a math group writes one)"
         return f"d_slabs must be {rule} for {tile.m}x{tile.n} with swap_ab, got {config.d_slabs}"
     return None
 
@@ -147,7 +161,7 @@ def _why_cluster(config: Config) -> str | None:
         if split not in (2, MAX_SPLIT) or len(splits) > 1:
             rule = f"1, 2 or {MAX_SPLIT}, and the same in both layers where it is not 1"
             return f"split_k must be {rule}, got {config.up.split_k} and {config.down.split_k}"
-        if max(t.m for t in config.tiles if t.split_k > 1) > 128:
+        if not config.swap_ab and max(t.m for t in config.tiles if t.split_k > 1) > 128:
             return "split_k needs a tile m of at most 128 (each math warp has rows of one owner)"
     if config.multicast and splits:
         return "multicast and split_k exclude each other: a cluster serves one of them"
@@ -158,7 +172,7 @@ def _why_memory(config: Config) -> str | None:
     if min(config.stages, down_stages(config)) < MIN_STAGES:
         rule = f"at least {MIN_STAGES} (one loads while one computes)"
         return f"stages must be {rule}, got {config.stages} of up, {down_stages(config)} of down"
-    if config.pace_us and any(config.d_slabs * slab_columns(t) < t.n for t in config.tiles):
+    if config.pace_us and any(buffered(tile, config) < 1.0 for tile in config.tiles):
         rule = "room for a whole tile (a paced store must not hold up the math)"
         return f"pace_us needs {rule}, d_slabs is {config.d_slabs}"
     if config.d_slabs < 1:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ctatune import answers
 from ctatune.choice import Choice, failed_in
-from ctatune.config import AnyConfig, Config, DownAxis
+from ctatune.config import AnyConfig, Config, DownAxis, Tile
 from ctatune.errors import NoAnswer, UsageError
 from ctatune.known import machine_of, stored_rows, tokens_of_ours
 from ctatune.latency import estimate
@@ -30,6 +30,7 @@ from ctatune.schedule import Columns, layer_columns, split_columns, w_down_held
 from ctatune.space import candidates, default_config
 
 UNIT = 256  # columns: 160, 192 and 224 alone, of the widths of tiles, do not divide it
+HEIGHTS = 16
 MARGIN = 1.05  # what a race may find more than a screening
 PREDICTED = 4  # configs that are taken from the estimate where the answer does not fit
 
@@ -227,9 +228,13 @@ def _for_others(plan: Plan, m: int, tokens: int) -> Plan:
 
 
 def _fitted(config: Config, m: int) -> Config:
-    """The same number of tile rows, with `swap_ab` no higher than m tokens need."""
+    """The same number of tile rows, with `swap_ab` hardly higher than m tokens need: in steps of
+    HEIGHTS, as each height is another kernel to compile."""
     if not config.swap_ab:
         return config
-    least = -(-m // -(-m // config.up.m))
-    rows = min(rows for rows in SWAPPED_ROWS if rows >= least)
-    return replace(config, up=replace(config.up, m=rows), down=replace(config.down, m=rows))
+
+    def fitted(tile: Tile) -> Tile:
+        least = max(SWAPPED_ROWS[0], -(-m // -(-m // tile.m)))
+        return replace(tile, m=min(tile.m, -(-least // HEIGHTS) * HEIGHTS))
+
+    return replace(config, up=fitted(config.up), down=fitted(config.down))

@@ -14,9 +14,10 @@ _NAMES = ("tile", "up_group", "down_group", "way", "pace")
 def axes(config: Config) -> tuple[str, ...]:
     """The coordinates of a config in the space that Optuna sees (all of them categories)."""
     split = ":".join(map(str, config.stage_split))
-    kind = f"{config.up.split_k}{config.multicast:d}{config.direct:d}{config.swap_ab:d}"
+    up, down = (f"{tile.m}x{tile.n}/{tile.split_k}" for tile in config.tiles)
+    kind = f"{config.multicast:d}{config.direct:d}{config.swap_ab:d}"
     return (
-        f"{config.up.m}x{config.up.n}+{config.down.n}-{config.stages}-{config.d_slabs}-{kind}",
+        f"{up}-{down}-{config.stages}-{config.d_slabs}-{kind}",
         str(config.up.group_m),
         str(config.down.group_m),
         f"{config.mix:g}@{split}{config.down_axis}",

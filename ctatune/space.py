@@ -12,8 +12,10 @@ from ctatune.limits import (
     BARRIER_BYTES,
     MIN_STAGES,
     SMEM_BYTES,
+    SWAPPED_ROWS,
     WGMMA_ROWS,
     default_split,
+    down_stages,
     smem_bytes,
     stage_bytes,
     why_invalid,
@@ -34,23 +36,25 @@ class Family(NamedTuple):
     multicast: bool = False
     direct: bool = False
     down_n: int = 0
-    swap_ab: bool = False
 
     def config(self, *, up_group: int = 1, down_group: int = 1, **rest: Any) -> Config:
         """A config of this family, with the deepest ring that fits into shared memory."""
         up = Tile(m=self.m, n=self.n, group_m=up_group, split_k=self.split_k)
         down = replace(up, n=self.down_n or self.n, group_m=down_group)
-        kind = {name: getattr(self, name) for name in ("d_slabs", "multicast", "direct", "swap_ab")}
-        least = Config(up=up, down=down, **kind, **rest, stages=MIN_STAGES)
-        stage = stage_bytes(least.up) + 2 * BARRIER_BYTES
-        more = (SMEM_BYTES - smem_bytes(least)) // stage
-        return replace(least, stages=MIN_STAGES + max(0, more))
+        kind = {name: getattr(self, name) for name in ("d_slabs", "multicast", "direct")}
+        return _deepest(Config(up=up, down=down, **kind, **rest, stages=MIN_STAGES))
+
+
+def _deepest(config: Config) -> Config:
+    """A config of MIN_STAGES with the deepest ring instead that fits into shared memory."""
+    stage = stage_bytes(config.up) + 2 * BARRIER_BYTES
+    more = (SMEM_BYTES - smem_bytes(config)) // stage
+    return replace(config, stages=MIN_STAGES + max(0, more))
 
 
 # Few tokens: all SMs stream weights, so tiles are narrow and split along K. Then ever larger tiles,
 # with room in the slabs for a whole tile (a paced store holds nothing up) or for half of it and
-# one more stage; then those for layers of which one is much wider than the other; last those whose
-# rows fit 129 .. 512 tokens.
+# one more stage; last those for layers of which one is much wider than the other.
 FAMILIES = (
     Family(16, 64, 2, split_k=2, direct=True),
     Family(32, 64, 2, split_k=2, direct=True),
@@ -81,13 +85,9 @@ FAMILIES = (
     Family(128, 224, 3, multicast=True, down_n=256),
     Family(128, 224, 6, multicast=True, down_n=160),
     Family(128, 224, 4, multicast=True, down_n=128),
-    *(
-        Family(rows, n, n // 64, multicast=True, swap_ab=True)
-        for rows in (80, 96, 112, 128)
-        for n in (64, 128)
-    ),
 )
-MOST_SWAPPED = 512  # tokens of families with swap_ab: beyond, whole tiles of 128 rows waste little
+SWAPPED_TOKENS = range(65, 513)  # fewer: one row of 64; more: whole tiles of 128 rows waste little
+MOST_SWAPPED_ROWS = 4  # of tiles, in each layer
 WIDEST = max(max(family.n, family.down_n) for family in FAMILIES)
 GROUPS = (1, 2, 4, 8, 16)
 MIXES = (1.0, 0.75, 0.5, 0.25, 0.0)
@@ -163,25 +163,60 @@ def defaults(problem: Problem) -> list[Config]:
 def candidates(problem: Problem, *, sm_count: int = 132) -> Iterator[Config]:
     """Every valid config of the space for a problem, in a fixed order, each one once."""
     paces = PACES_US if problem.gpus > 1 else (0.0,)
-    families = [family for family in FAMILIES if _useful(family, problem.m)]
-    for family, (mix, split, axis), pace_us in product(families, _ways(problem.gpus), paces):
-        for up_group, down_group in _groups(-(-problem.m // family.m)):
-            config = family.config(
-                up_group=up_group,
-                down_group=down_group,
-                stage_split=split,
-                mix=mix,
-                down_axis=axis,
-                pace_us=pace_us,
-            )
-            if why_invalid(config, problem, sm_count=sm_count) is None:
-                yield config
+    kernels = [
+        family.config(up_group=up_group, down_group=down_group)
+        for family in FAMILIES
+        if _useful(family, problem.m)
+        for up_group, down_group in _groups(-(-problem.m // family.m))
+    ]
+    kernels += swapped(problem, sm_count=sm_count)
+    ways = _ways(problem.gpus)
+    for kernel, (mix, split, axis), pace_us in product(kernels, ways, paces):
+        way = {"mix": mix, "stage_split": split, "down_axis": axis, "pace_us": pace_us}
+        config = replace(kernel, **way)
+        if why_invalid(config, problem, sm_count=sm_count) is None:
+            yield config
+
+
+def swapped(problem: Problem, *, sm_count: int = 132) -> Iterator[Config]:
+    """Tiles with `swap_ab`, as high as the tokens need in so many rows of tiles of each layer.
+
+    All rows of a layer are one group. Tiles also go in two parts along K where that fills SMs which
+    have nothing to do otherwise, or else in multicast pairs where the rows come in pairs.
+    """
+    if problem.m not in SWAPPED_TOKENS:
+        return
+    rows = range(1, MOST_SWAPPED_ROWS + 1)
+    heights = [-(-problem.m // (8 * count)) * 8 for count in rows]
+    heights = [height for height in heights if height in SWAPPED_ROWS]
+    narrow = [(Tile(m=m, n=64, group_m=_one_group(problem.m, m)),) * 2 for m in heights]
+    up, down = (_wide_tiles(problem, heights, layer.outputs, sm_count) for layer in problem.layers)
+    for tiles in [*narrow, *product(up, down)]:
+        pairs = all(tile.split_k == 1 and -(-problem.m // tile.m) % 2 == 0 for tile in tiles)
+        kind = {"swap_ab": True, "multicast": pairs, "d_slabs": tiles[0].n // WGMMA_ROWS}
+        config = _deepest(Config(up=tiles[0], down=tiles[1], **kind, stages=MIN_STAGES))
+        if min(config.stages, down_stages(config)) > MIN_STAGES:  # a ring that short runs empty
+            yield config
+
+
+def _wide_tiles(
+    problem: Problem, heights: list[int], outputs: int, sm_count: int
+) -> Iterator[Tile]:
+    for m in heights:
+        tile = Tile(m=m, n=128, group_m=_one_group(problem.m, m))
+        yield tile
+        tiles = -(-problem.m // m) * -(-outputs // (problem.gpus * tile.n))
+        if 2 * tiles <= sm_count:
+            yield replace(tile, split_k=2)
+
+
+def _one_group(m: int, tile_m: int) -> int:
+    """The rows of tiles, as a power of two."""
+    return 1 << (-(-m // tile_m) - 1).bit_length()
 
 
 def _useful(family: Family, m: int) -> bool:
     """Whether a tile is neither half empty nor so low that it computes most rows for nothing."""
-    if family.swap_ab and m > MOST_SWAPPED:
-        return False
     fits = family.m >= WGMMA_ROWS or m <= family.m
     return fits and (m > family.m // 2 or family.m == FAMILIES[0].m)
 

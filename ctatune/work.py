@@ -28,6 +28,7 @@ class Work:
     tile: Tile
     ctas: int
     sharers: int = 1  # CTAs that load a weight tile together
+    swap_ab: bool = False
     stages: int = 2
     dense: bool = False  # the rows of the inputs lie one behind the other: X
     kept_bytes: float = math.inf  # what L2 keeps for an operand while the other streams through
@@ -149,7 +150,7 @@ class Memory(NamedTuple):
 class TileTime(NamedTuple):
     """What bounds a tile in a CTA, and what follows its main loop."""
 
-    tensor_us: float
+    least_us: float  # for its instructions, or the latency of its loads
     memory: Memory
     memory_ahead: Memory  # of a tile whose first weights were loaded ahead
     between_us: float  # from one main loop to the next
@@ -163,4 +164,4 @@ class TileTime(NamedTuple):
         return self._bound_us(self.memory, active) - self._bound_us(self.memory_ahead, active)
 
     def _bound_us(self, memory: Memory, active: float) -> float:
-        return max(self.tensor_us, memory.us(active))
+        return max(self.least_us, memory.us(active))

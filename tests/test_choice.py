@@ -565,7 +565,7 @@ def test_a_config_that_failed_here_is_not_predicted(db):
 
 
 def test_a_baseline_is_predicted_where_it_is_faster_and_did_not_fail(db):
-    problem = Problem(m=300, k=8192, h=28672, n=8192, gpus=2)
+    problem = Problem(m=400, k=8192, h=28672, n=8192, gpus=2)
     found = ctatune.best(problem.shape, gpus=2, platform=HERE.name)
     assert (found.source, found.config) == ("predicted", Baseline(method="tp_twoshot"))
     failed = [Baseline(method="tp", nccl="ring/ll"), Baseline(method="tp_twoshot", graph=True)]

@@ -200,6 +200,35 @@ FEATURES = {  # (up, down, stages, slabs, more): what a tile can do besides its 
         2,
         {"multicast": True, "swap_ab": True},
     ),
+    "swapped, split": (
+        Tile(m=104, n=128, split_k=2),
+        Tile(m=104, n=128, split_k=2),
+        6,
+        2,
+        {"swap_ab": True},
+    ),
+    "swapped, split of up": (
+        Tile(m=72, n=128, split_k=2),
+        Tile(m=136, n=128),
+        6,
+        2,
+        {"swap_ab": True},
+    ),
+    "swapped, split of down": (
+        Tile(m=160, n=128),
+        Tile(m=80, n=128, split_k=2),
+        4,
+        2,
+        {"swap_ab": True},
+    ),
+    "swapped, two rings": (Tile(m=152, n=128), Tile(m=104, n=128), 4, 2, {"swap_ab": True}),
+    "swapped, two rings, multicast": (
+        Tile(m=64, n=128, group_m=4),
+        Tile(m=128, n=128, group_m=2),
+        7,
+        2,
+        {"multicast": True, "swap_ab": True},
+    ),
     "two rings, multicast": (
         Tile(m=128, n=256, group_m=2),
         Tile(m=128, n=128, group_m=2),
@@ -229,10 +258,39 @@ def test_every_feature_at_ragged_sizes(proves, gpus, name, sizes):
     assert proves(problem, config)
 
 
+SWAPPED = ["swapped", "swapped, one group", "swapped, multicast", "swapped, split"]
+
+
+@pytest.mark.parametrize("gpus", [2, 3, 4])
+@pytest.mark.parametrize("name", SWAPPED)
+@pytest.mark.parametrize("sizes", RAGGED, ids=lambda s: "x".join(map(str, s)))
+def test_swapped_tiles_sum_over_gpus(proves, gpus, name, sizes):
+    gpus_or_skip(gpus, proves)
+    m, k, h, n = sizes
+    problem = Problem(m=m, k=k, h=h, n=n, gpus=gpus)
+    config = replace(featured(name, gpus), down_axis="h")
+    if config.multicast and m <= 128:
+        config = replace(config, multicast=False)  # these rows do not come in pairs
+    if reason := why_invalid(config, problem):
+        assert "a tile of up on each GPU" in reason or "whole K blocks" in reason
+        pytest.skip(reason)
+    assert proves(problem, config)
+
+
+IN_PIPELINES = [
+    "split 2, direct",
+    "split 2, slabs",
+    "multicast",
+    "two rings",
+    "swapped, split of down",
+    "swapped, two rings",
+]
+
+
 @pytest.mark.parametrize("gpus", [2, 4])
 @pytest.mark.parametrize("output", ["replicated", "sharded", "last"])
 @pytest.mark.parametrize("mix", [0.5, 0.0])
-@pytest.mark.parametrize("name", ["split 2, direct", "split 2, slabs", "multicast", "two rings"])
+@pytest.mark.parametrize("name", IN_PIPELINES)
 def test_features_in_a_pipeline(proves, name, mix: float, output: Output, gpus: int):
     gpus_or_skip(gpus, proves)
     problem = Problem(m=384 if name != "multicast" else 512, k=128, h=768, n=520, gpus=gpus)
@@ -243,7 +301,7 @@ def test_features_in_a_pipeline(proves, name, mix: float, output: Output, gpus: 
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
-@pytest.mark.parametrize("name", ["split 2, direct", "split 4, slabs", "two rings"])
+@pytest.mark.parametrize("name", ["split 2, direct", "split 4, slabs", "two rings", *SWAPPED])
 def test_a_feature_that_does_not_wait_is_caught(proves, gpus, name):
     gpus_or_skip(gpus, proves)
     problem = Problem(m=64, k=1024, h=2048, n=1024, gpus=gpus)

@@ -14,7 +14,7 @@ from ctatune.latency import estimate
 from ctatune.limits import TILE_K, default_split, slab_columns
 from ctatune.problem import OUTPUTS, Output, Problem
 from ctatune.simulate import simulate
-from ctatune.space import FAMILIES
+from ctatune.space import FAMILIES, swapped
 
 MACHINE = design_machine()
 COOL = cool_machine()
@@ -39,8 +39,9 @@ def square(m: int, output: Output = "sharded", *, h: int = 8192, gpus: int = 2) 
 def config(m: int, *, mix: float = 1.0, group_m: int = 1, gpus: int = 2) -> Config:
     rows, columns = TILES.get(m, (128, 256))
     tile = Tile(m=rows, n=columns, group_m=group_m)
+    stages = (192 << 10) // (2 * TILE_K * (rows + columns))
     split = default_split(gpus)
-    return Config(up=tile, down=tile, stages=3, d_slabs=4, mix=mix, stage_split=split)
+    return Config(up=tile, down=tile, stages=stages, d_slabs=4, mix=mix, stage_split=split)
 
 
 def tolerance(m: int) -> float:
@@ -94,19 +95,21 @@ def cases(draw: st.DrawFn) -> tuple[Problem, Config]:
         gpus=gpus,
         output=draw(st.sampled_from(OUTPUTS)),
     )
+    mix = draw(st.sampled_from([0.0, 0.3, 1.0])) if gpus > 1 else 1.0
+    p_up = draw(st.integers(1, gpus - 1)) if mix < 1 else default_split(gpus)[0]
+    way = {"mix": mix, "stage_split": (p_up, gpus - p_up)}
+    if fitting := draw(st.sampled_from([[], list(swapped(problem))])):
+        return problem, replace(draw(st.sampled_from(fitting)), **way)
     family = draw(st.sampled_from(FAMILIES))
     if -(-problem.m // family.m) % 2:
         family = family._replace(multicast=False)
     group = draw(st.sampled_from([2, 8, 16] if family.multicast else [1, 2, 8, 16]))
-    mix = draw(st.sampled_from([0.0, 0.3, 1.0])) if gpus > 1 else 1.0
-    p_up = draw(st.integers(1, gpus - 1)) if mix < 1 else default_split(gpus)[0]
     tiles = family.config().tiles
     paced = not family.direct and all(family.d_slabs * slab_columns(t) >= t.n for t in tiles)
     return problem, family.config(
         up_group=group,
         down_group=group,
-        mix=mix,
-        stage_split=(p_up, gpus - p_up),
+        **way,
         pace_us=draw(st.sampled_from([0.0, 6.0])) if paced else 0.0,
     )
 

@@ -18,7 +18,7 @@ from ctatune.limits import (
     why_invalid,
 )
 from ctatune.problem import Problem
-from ctatune.space import FAMILIES, Family, candidates, default_config, defaults
+from ctatune.space import FAMILIES, Family, candidates, default_config, defaults, swapped
 
 PROBLEM = Problem(m=1024, k=8192, h=8192, n=8192, gpus=2)
 BIG = Tile(m=128, n=256)
@@ -262,3 +262,25 @@ def test_equal_configs_have_equal_keys():
     for fields in (*wrong, {"method": "single", "chunk": False}):
         with pytest.raises(UsageError, match="must be"):
             Baseline(**fields)
+
+
+@pytest.mark.parametrize("m", [65, 136, 200, 256, 300, 512])
+def test_swapped_tiles_fit_the_tokens_and_split_only_for_idle_sms(m):
+    problem = Problem(m=m, k=8192, h=4096, n=8192, gpus=1)
+    found = [replace(config, stage_split=(1, 0)) for config in swapped(problem)]
+    assert found
+    assert len(set(found)) == len(found)
+    for config in found:
+        assert why_invalid(config, problem) is None
+        for tile, layer in zip(config.tiles, problem.layers, strict=True):
+            rows = -(-m // tile.m)
+            assert rows <= tile.group_m
+            assert rows * tile.m - m < 8 * rows
+            parts = rows * -(-layer.outputs // tile.n) * tile.split_k
+            assert tile.split_k == 1 or parts <= 132
+            assert not config.multicast or rows % 2 == 0
+
+
+def test_other_tokens_have_no_swapped_tiles():
+    for m in (1, 64, 513):
+        assert not list(swapped(Problem(m=m, k=8192, h=4096, n=8192, gpus=1)))
