@@ -169,7 +169,7 @@ def candidates(problem: Problem, *, sm_count: int = 132) -> Iterator[Config]:
         if _useful(family, problem.m)
         for up_group, down_group in _groups(-(-problem.m // family.m))
     ]
-    kernels += swapped(problem, sm_count=sm_count)
+    kernels += swapped(problem)
     ways = _ways(problem.gpus)
     for kernel, (mix, split, axis), pace_us in product(kernels, ways, paces):
         way = {"mix": mix, "stage_split": split, "down_axis": axis, "pace_us": pace_us}
@@ -178,11 +178,11 @@ def candidates(problem: Problem, *, sm_count: int = 132) -> Iterator[Config]:
             yield config
 
 
-def swapped(problem: Problem, *, sm_count: int = 132) -> Iterator[Config]:
+def swapped(problem: Problem) -> Iterator[Config]:
     """Tiles with `swap_ab`, as high as the tokens need in so many rows of tiles of each layer.
 
-    All rows of a layer are one group. Tiles also go in two parts along K where that fills SMs which
-    have nothing to do otherwise, or else in multicast pairs where the rows come in pairs.
+    All rows of a layer are one group; tiles go in multicast pairs where the rows come in pairs.
+    `stage_split` and the rest of the way are the caller's.
     """
     if problem.m not in SWAPPED_TOKENS:
         return
@@ -190,24 +190,13 @@ def swapped(problem: Problem, *, sm_count: int = 132) -> Iterator[Config]:
     heights = [-(-problem.m // (8 * count)) * 8 for count in rows]
     heights = [height for height in heights if height in SWAPPED_ROWS]
     narrow = [(Tile(m=m, n=64, group_m=_one_group(problem.m, m)),) * 2 for m in heights]
-    up, down = (_wide_tiles(problem, heights, layer.outputs, sm_count) for layer in problem.layers)
-    for tiles in [*narrow, *product(up, down)]:
-        pairs = all(tile.split_k == 1 and -(-problem.m // tile.m) % 2 == 0 for tile in tiles)
+    wide = [Tile(m=m, n=128, group_m=_one_group(problem.m, m)) for m in heights]
+    for tiles in [*narrow, *product(wide, wide)]:
+        pairs = all(-(-problem.m // tile.m) % 2 == 0 for tile in tiles)
         kind = {"swap_ab": True, "multicast": pairs, "d_slabs": tiles[0].n // WGMMA_ROWS}
         config = _deepest(Config(up=tiles[0], down=tiles[1], **kind, stages=MIN_STAGES))
         if min(config.stages, down_stages(config)) > MIN_STAGES:  # a ring that short runs empty
             yield config
-
-
-def _wide_tiles(
-    problem: Problem, heights: list[int], outputs: int, sm_count: int
-) -> Iterator[Tile]:
-    for m in heights:
-        tile = Tile(m=m, n=128, group_m=_one_group(problem.m, m))
-        yield tile
-        tiles = -(-problem.m // m) * -(-outputs // (problem.gpus * tile.n))
-        if 2 * tiles <= sm_count:
-            yield replace(tile, split_k=2)
 
 
 def _one_group(m: int, tile_m: int) -> int:
