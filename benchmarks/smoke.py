@@ -21,9 +21,9 @@ CALLS = 3
 def main() -> None:
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 1
     gpus = Gpus(count)
+    kernels = [family.config(up_group=2, down_group=2) for family in FAMILIES]
     for m, k, h, n in SHAPES:
         problem = Problem(m=m, k=k, h=h, n=n, gpus=count)
-        kernels = [family.config(up_group=2, down_group=2) for family in FAMILIES]
         for kernel in [*kernels, *swapped(problem)]:
             config = replace(kernel, stage_split=default_split(count))
             if reason := why_invalid(config, problem):

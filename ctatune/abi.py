@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ctatune.config import Config, Tile
 from ctatune.errors import PipelineTimeoutError
 from ctatune.gpus import LINE_BYTES, Gpus, check
-from ctatune.limits import TILE_K, out_box, slab_columns
+from ctatune.limits import TILE_K, out_rows, slab_columns
 from ctatune.problem import BF16_BYTES, MAX_GPUS
 
 GROUP_THREADS = 128
@@ -161,10 +161,10 @@ def weight_map(
 
 
 def out_map(
-    pointer: int, sizes: tuple[int, ...], tile: Tile, config: Config, row_pitch: int | None = None
+    pointer: int, sizes: tuple[int, ...], tile: Tile, row_pitch: int | None = None
 ) -> np.void:
     """Y1 or Y2, of `sizes[-2]` tokens, as CTAs store it, slab by slab."""
-    rows = min(tile.m, sizes[-2], out_box(tile, config.swap_ab)[0])
+    rows = min(tile.m, sizes[-2], out_rows(tile))
     return _tensor_map(pointer, sizes, rows, slab_columns(tile), row_pitch)
 
 

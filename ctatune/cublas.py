@@ -152,7 +152,7 @@ class Cublas:
         for i, plan in list(enumerate(offers)) * _ROUNDS:
             run = partial(self._enqueue, gpu, operands, sizes, plan)
             with suppress(*self._faults):  # one that cannot run these operands after all
-                us = self._time_us(gpu, run)
+                us = self._time_us(gpu, run)  # before `times` has an entry that could stay empty
                 times[i].append(us)
         if not times:
             raise DeviceError(f"cuBLAS offers no algorithm for {_name(sizes)}")

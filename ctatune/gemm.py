@@ -58,7 +58,7 @@ class Gemm:
         p["y1"] = abi.in_maps(x, (1, m, k), tile, x_pitch)
         p["y1_box_bytes"] = abi.in_box_bytes(tile, m)
         p["w_down"] = abi.weight_map(w, (n, k), tile, config, w_pitch)
-        p["y2_out"][0] = abi.out_map(y, (m, n), tile, config, y_pitch)
+        p["y2_out"][0] = abi.out_map(y, (m, n), tile, y_pitch)
         p["y2_to"][0] = y
         p["y2_outs"] = p["y2_own"] = 1
         p["panel_count"] = self._panels

@@ -177,7 +177,7 @@ class PlacedSchedule:
             )
             for i, to in enumerate(_nearest(gpu, self._y1_gpus)):
                 p["y1_to"][i] = self._y1[to]
-                p["y1_out"][i] = abi.out_map(self._y1[to], y1_sizes, config.up, config)
+                p["y1_out"][i] = abi.out_map(self._y1[to], y1_sizes, config.up)
         held = self.schedule.w_down_held(gpu)
         if held[0].width:
             sizes = tuple(part.width for part in held)
@@ -199,7 +199,7 @@ class PlacedSchedule:
         p["x"] = abi.in_maps(x[gpu], (m, problem.k), config.up)
         for i, to in enumerate(_nearest(gpu, self.schedule.y2_gpus[gpu])):
             p["y2_to"][i] = y2[to]
-            p["y2_out"][i] = abi.out_map(y2[to], (m, problem.n), config.down, config)
+            p["y2_out"][i] = abi.out_map(y2[to], (m, problem.n), config.down)
 
     def _write_flags(self, p: Any, gpu: int) -> None:
         schedule = self.schedule

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from ctatune.config import Config, Tile
 from ctatune.problem import DTYPES, Problem
 
@@ -32,11 +30,9 @@ def stage_bytes(tile: Tile) -> int:
     return (tile.m + tile.n) * 2 * TILE_K
 
 
-def out_box(tile: Tile, swap_ab: bool) -> tuple[int, int]:
-    """Rows and columns of a tile that one CTA of its cluster stores: what its math warps have."""
-    if swap_ab:
-        return tile.m, tile.n // tile.split_k
-    return max(WGMMA_ROWS, tile.m) // tile.split_k, tile.n
+def out_rows(tile: Tile) -> int:
+    """Rows of a tile that one CTA of its cluster stores."""
+    return max(WGMMA_ROWS, tile.m) // tile.split_k
 
 
 def slab_columns(tile: Tile) -> int:
@@ -44,14 +40,8 @@ def slab_columns(tile: Tile) -> int:
     return TILE_K // 2 if tile.n % TILE_K else TILE_K
 
 
-def _slab_bytes(tile: Tile, swap_ab: bool) -> int:
-    return 2 * out_box(tile, swap_ab)[0] * slab_columns(tile)
-
-
-def buffered(tile: Tile, config: Config) -> float:
-    """The part of what a CTA stores of a tile that its slabs have room for."""
-    columns = out_box(tile, config.swap_ab)[1]
-    return min(1.0, config.d_slabs * slab_columns(tile) / columns)
+def _slab_bytes(tile: Tile) -> int:
+    return 2 * out_rows(tile) * slab_columns(tile)
 
 
 def down_stages(config: Config) -> int:
@@ -62,9 +52,9 @@ def down_stages(config: Config) -> int:
 def smem_bytes(config: Config) -> int:
     """Dynamic shared memory of one CTA: ring of stages, slabs, partial sums, barriers."""
     tiles = config.tiles
-    slab_bytes = 0 if config.direct else max(_slab_bytes(t, config.swap_ab) for t in tiles)
+    slab_bytes = 0 if config.direct else max(map(_slab_bytes, tiles))
     slabs = config.d_slabs * slab_bytes
-    sums = max((t.split_k - 1) * math.prod(out_box(t, config.swap_ab)) * 4 for t in tiles)
+    sums = max((tile.split_k - 1) * out_rows(tile) * tile.n * 4 for tile in tiles)
     rings = 1 if tiles[0].m == tiles[1].m and tiles[0].n == tiles[1].n else 2
     depth = max(config.stages, down_stages(config))
     barriers = 2 * BARRIER_BYTES * (rings * depth + config.d_slabs + 2)
@@ -141,15 +131,12 @@ def _why_swapped(name: str, tile: Tile, config: Config) -> str | None:
     if tile.m not in SWAPPED_ROWS or tile.n not in (64, 128):
         rule = "a multiple of 8 from 64 to 256, x 64 or 128 (WGMMA n, math groups)"
         return f"{name} tile with swap_ab must be {rule}, got {tile.m}x{tile.n}"
-    if config.direct:
-        return "swap_ab does not go with direct stores (rows of a tile are columns)"
+    if tile.split_k > 1 or config.direct:
+        return "swap_ab goes with neither split_k nor direct stores (rows of a tile are columns)"
     if config.up.n != config.down.n:
         return "swap_ab needs tiles of one width in both layers (math groups)"
-    if tile.split_k > 1:  # withdrawn, see docs/decisions.md
-        return "swap_ab does not go with split_k (a math group that leaves out a slab may hang)"
-    slabs = out_box(tile, True)[1] // TILE_K
-    if config.d_slabs < slabs:
-        rule = f"at least {slabs} (a math group writes one)"
+    if config.d_slabs < tile.n // 64:
+        rule = f"at least {tile.n // 64} (a math group writes one)"
         return f"d_slabs must be {rule} for {tile.m}x{tile.n} with swap_ab, got {config.d_slabs}"
     return None
 
@@ -160,7 +147,7 @@ def _why_cluster(config: Config) -> str | None:
         if split not in (2, MAX_SPLIT) or len(splits) > 1:
             rule = f"1, 2 or {MAX_SPLIT}, and the same in both layers where it is not 1"
             return f"split_k must be {rule}, got {config.up.split_k} and {config.down.split_k}"
-        if not config.swap_ab and max(t.m for t in config.tiles if t.split_k > 1) > 128:
+        if max(t.m for t in config.tiles if t.split_k > 1) > 128:
             return "split_k needs a tile m of at most 128 (each math warp has rows of one owner)"
     if config.multicast and splits:
         return "multicast and split_k exclude each other: a cluster serves one of them"
@@ -171,7 +158,7 @@ def _why_memory(config: Config) -> str | None:
     if min(config.stages, down_stages(config)) < MIN_STAGES:
         rule = f"at least {MIN_STAGES} (one loads while one computes)"
         return f"stages must be {rule}, got {config.stages} of up, {down_stages(config)} of down"
-    if config.pace_us and any(buffered(tile, config) < 1.0 for tile in config.tiles):
+    if config.pace_us and any(config.d_slabs * slab_columns(t) < t.n for t in config.tiles):
         rule = "room for a whole tile (a paced store must not hold up the math)"
         return f"pace_us needs {rule}, d_slabs is {config.d_slabs}"
     if config.d_slabs < 1:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ctatune.config import AnyConfig, Baseline, Tile
 from ctatune.errors import UsageError
-from ctatune.limits import TILE_K, out_box, slab_columns
+from ctatune.limits import TILE_K, slab_columns
 from ctatune.problem import BF16_BYTES, Problem
 from ctatune.records import Platform, Prediction
 from ctatune.rooms import room
@@ -213,11 +213,10 @@ def faded(first: int, count: float = 1) -> float:
     return _BURST_FADE**first * (1.0 - _BURST_FADE ** max(0.0, count)) / (1.0 - _BURST_FADE)
 
 
-def pace_delay_us(tile: Tile, swap_ab: bool, pace_us: float, turn: float) -> float:
+def pace_delay_us(tile: Tile, pace_us: float, turn: float) -> float:
     """How late the last slab of a paced tile leaves; `turn` in [0, 1) is the CTA's among all."""
     slab = slab_columns(tile)
-    slabs = out_box(tile, swap_ab)[1] // slab
-    return pace_us * slab / TILE_K * (slabs - 1 + turn)
+    return pace_us * slab / TILE_K * (tile.n // slab - 1 + turn)
 
 
 def load(name: str | None = None) -> MachineModel:
@@ -287,11 +286,9 @@ def family(config: AnyConfig) -> str:
         return config.method
     kind = " multicast" * config.multicast + " direct" * config.direct
     kind += " swap" * config.swap_ab + " axis h" * (config.down_axis == "h")
-    up, down = config.tiles
-    if config.swap_ab:  # whatever its height
-        return f"{up.n}/k{up.split_k}{down.split_k}{kind}"
-    wide = "" if down.n == up.n else f"+{down.n}"
-    return f"{up.m}x{up.n}{wide}/k{up.split_k}{kind}"
+    rows = "" if config.swap_ab else f"{config.up.m}x"  # swapped tiles: whatever their height
+    down = "" if config.down.n == config.up.n else f"+{config.down.n}"
+    return f"{rows}{config.up.n}{down}/k{config.up.split_k}{kind}"
 
 
 def rates() -> tuple[Field[Any], ...]:

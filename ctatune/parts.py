@@ -68,7 +68,6 @@ def works_of(problem: Problem, config: Config, platform: Platform) -> tuple[Work
                 ctas=ctas,
                 dense=layer == UP,
                 sharers=2 if config.multicast else 1,
-                swap_ab=config.swap_ab,
                 stages=depth,
                 kept_bytes=L2_SHARE * platform.l2_bytes,
             )
@@ -112,7 +111,7 @@ def _part(
     beside: float,
 ) -> Part:
     tile_us = time.us(work.active + beside * (work.tiles < work.ctas))
-    late_us = pace_delay_us(work.tile, work.swap_ab, pace_us, 1.0) if peers else 0.0
+    late_us = pace_delay_us(work.tile, pace_us, 1.0) if peers else 0.0
     return Part(
         work=work,
         time=time,

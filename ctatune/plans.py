@@ -30,7 +30,7 @@ from ctatune.schedule import Columns, layer_columns, split_columns, w_down_held
 from ctatune.space import candidates, default_config
 
 UNIT = 256  # columns: 160, 192 and 224 alone, of the widths of tiles, do not divide it
-HEIGHTS = 16
+HEIGHT_STEP = 16  # rows of swapped tiles: each height is another kernel to compile
 MARGIN = 1.05  # what a race may find more than a screening
 PREDICTED = 4  # configs that are taken from the estimate where the answer does not fit
 
@@ -228,13 +228,12 @@ def _for_others(plan: Plan, m: int, tokens: int) -> Plan:
 
 
 def _fitted(config: Config, m: int) -> Config:
-    """The same number of tile rows, with `swap_ab` hardly higher than m tokens need: in steps of
-    HEIGHTS, as each height is another kernel to compile."""
+    """The same number of tile rows, with `swap_ab` hardly higher than m tokens need."""
     if not config.swap_ab:
         return config
 
     def fitted(tile: Tile) -> Tile:
         least = max(SWAPPED_ROWS[0], -(-m // -(-m // tile.m)))
-        return replace(tile, m=min(tile.m, -(-least // HEIGHTS) * HEIGHTS))
+        return replace(tile, m=min(tile.m, -(-least // HEIGHT_STEP) * HEIGHT_STEP))
 
     return replace(config, up=fitted(config.up), down=fitted(config.down))

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ctatune.errors import ScheduleError
-from ctatune.limits import TILE_K, out_box
+from ctatune.limits import TILE_K, out_rows
 from ctatune.schedule import DOWN, NOTHING, PARTIAL, UP, Columns, Schedule
 
 Matrix = NDArray[np.float32]
@@ -208,13 +208,12 @@ class _State:
             self.parts.setdefault((cta.gpu, cta.position - part), {})[part] = cta.partial
 
     def _finish(self, cta: _Cta, layer: int) -> None:
-        """Adds the other parts to the CTA's own, in their order, and stores what it owns."""
+        """Adds the other parts to the CTA's own, in their order, and stores the rows it owns."""
         _, row, _, col, segment, part = self._slot(cta)
         schedule = self.schedule
         tile, parts = schedule.tile_of(layer), self.parts[cta.gpu, cta.position - part]
-        rows, columns = out_box(tile, schedule.config.swap_ab)
-        down, right = (0, part * columns) if schedule.config.swap_ab else (part * rows, 0)
-        own = slice(down, down + rows), slice(right, right + columns)
+        first = part * out_rows(tile)
+        own = slice(first, first + out_rows(tile))
         result = parts[part][own]
         for other in range(tile.split_k):
             if other != part:
@@ -227,8 +226,7 @@ class _State:
             result = round_bf16(result)
         for gpu in receivers:
             if result.size or not part:  # the last rows of a ragged tile may be another part's
-                to = DOWN if counter is None else UP
-                self._store(to, gpu, row + down, col + right, result)
+                self._store(DOWN if counter is None else UP, gpu, row + first, col, result)
             if counter is not None:
                 self.arrived[gpu, row // tile.m, counter] += 1
         cta.next_slot()

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ctatune.config import Config
 from ctatune.errors import ScheduleError
 from ctatune.latency import gpu_parts
-from ctatune.limits import buffered
+from ctatune.limits import slab_columns
 from ctatune.machine_model import MachineModel, faded, pace_delay_us, prediction
 from ctatune.problem import BF16_BYTES, Problem
 from ctatune.records import Prediction
@@ -111,7 +111,7 @@ class _Simulation:
         self.parts_of_sum = [columns.width / whole for columns in schedule.segments]
         self.parts_of_sum += [config.down.n / whole] * len(schedule.segments)
         self.arrivals = [schedule.arrivals(gpu) for gpu in range(problem.gpus)]
-        self.buffered = [buffered(tile, config) for tile in self.layer_tiles]
+        self.buffered = [min(1.0, config.d_slabs * slab_columns(t) / t.n) for t in self.layer_tiles]
         self.epilogue_us = [machine.epilogue_us(tile) for tile in self.layer_tiles]
         self.egress_us, self.ingress_us = [0.0] * problem.gpus, [0.0] * problem.gpus
         self.seen = {
@@ -215,8 +215,7 @@ class _Simulation:
         link_us = size_bytes * self.link_us
         late_us = 0.0  # how late the last slab leaves for peers; a CTA's last tile is not paced
         if pace_us and cta.done + 1 < len(cta.tiles):
-            swap_ab, turn = self.schedule.config.swap_ab, cta.index / self.ctas
-            late_us = pace_delay_us(tile, swap_ab, pace_us, turn)
+            late_us = pace_delay_us(tile, pace_us, cta.index / self.ctas)
             late_us += self.machine.flag_us * (layer == UP)  # this GPU is told first
         receivers, counter = self.schedule.delivers(cta.gpu, layer, col, segment)
         first_us = max(now, cta.told_us)

@@ -15,7 +15,6 @@ from ctatune.limits import (
     SWAPPED_ROWS,
     WGMMA_ROWS,
     default_split,
-    down_stages,
     smem_bytes,
     stage_bytes,
     why_invalid,
@@ -191,12 +190,10 @@ def swapped(problem: Problem) -> Iterator[Config]:
     heights = [height for height in heights if height in SWAPPED_ROWS]
     narrow = [(Tile(m=m, n=64, group_m=_one_group(problem.m, m)),) * 2 for m in heights]
     wide = [Tile(m=m, n=128, group_m=_one_group(problem.m, m)) for m in heights]
-    for tiles in [*narrow, *product(wide, wide)]:
-        pairs = all(-(-problem.m // tile.m) % 2 == 0 for tile in tiles)
-        kind = {"swap_ab": True, "multicast": pairs, "d_slabs": tiles[0].n // WGMMA_ROWS}
-        config = _deepest(Config(up=tiles[0], down=tiles[1], **kind, stages=MIN_STAGES))
-        if min(config.stages, down_stages(config)) > MIN_STAGES:  # a ring that short runs empty
-            yield config
+    for up, down in [*narrow, *product(wide, wide)]:
+        pairs = all(-(-problem.m // tile.m) % 2 == 0 for tile in (up, down))
+        kind = {"swap_ab": True, "multicast": pairs, "d_slabs": up.n // WGMMA_ROWS}
+        yield _deepest(Config(up=up, down=down, **kind, stages=MIN_STAGES))
 
 
 def _one_group(m: int, tile_m: int) -> int:

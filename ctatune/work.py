@@ -28,7 +28,6 @@ class Work:
     tile: Tile
     ctas: int
     sharers: int = 1  # CTAs that load a weight tile together
-    swap_ab: bool = False
     stages: int = 2
     dense: bool = False  # the rows of the inputs lie one behind the other: X
     kept_bytes: float = math.inf  # what L2 keeps for an operand while the other streams through

@@ -17,9 +17,9 @@
 //                                  sums_full, sums_free             both of its cluster's CTAs
 //
 // A cluster serves one of two ends. Split-K: its CTAs have the same tile and each sums a part of K;
-// a CTA then owns some of the tile's rows (with kSwap: columns), gets the partial sums of these
-// from the others, and stores them. Multicast: its two CTAs have tiles one above the other; each
-// loads half of the weights that both need, for both.
+// a CTA then owns some of the tile's rows, gets the partial sums of these from the others, and
+// stores them. Multicast: its two CTAs have tiles one above the other; each loads half of the
+// weights that both need, for both.
 //
 // With kDirect, math groups store results from registers, own GPU's first, and the store warp only
 // tells: d_full then counts tiles stored to this GPU and to peers in turn. Less latency for few tokens.
@@ -82,18 +82,17 @@ struct TileShape {
   static constexpr int kSlabN = kN % kTileK ? kTileK / 2 : kTileK;  // columns of a slab
   static constexpr int kSlabsN = kN / kSlabN;
   static constexpr int kSlabRowBytes = 2 * kSlabN;
-  static constexpr int kOutRows = kSwap ? kM : kM / kSplit;   // that one CTA of a cluster stores
-  static constexpr int kOutSlabs = kSwap ? kSlabsN / kSplit : kSlabsN;
+  static constexpr int kOutRows = kM / kSplit;                // that one CTA of a cluster stores
   static constexpr int kABytes = kRows * kRowBytes;
   static constexpr int kStageBytes = kABytes + kN * kRowBytes;
   static constexpr int kSlabBytes = kDirect ? 0 : kOutRows * kSlabRowBytes;
-  static constexpr int kOwnerWarps = 4 * kMathGroups / kSplit; // whose sums one CTA owns
+  static constexpr int kOwnerWarps = 4 * kMathGroups / kSplit; // math warps whose rows one CTA owns
   static constexpr int kSums = kGroupM * kGroupN / 128;       // accumulators of one thread
   static constexpr int kSenderBytes = kOwnerWarps * kSums * 32 * 4;
   static constexpr int kExchangeBytes = (kSplit - 1) * kSenderBytes;
-  static_assert(kSwap ? kM % 8 == 0 && kGroupN == 64 && kSlabsN % kSplit == 0 && !kDirect
+  static_assert(kSwap ? kM % 8 == 0 && kGroupN == 64 && kSplit == 1 && !kDirect
                       : kGroupM % 64 == 0 && kGroupN % (kGroupsN > 1 ? kTileK : kSlabN) == 0);
-  static_assert(kSplit == 1 || (kSplit == kMaxSplit && kOutRows <= 128 && kSplit <= 4) || kSwap);
+  static_assert(kSplit == 1 || (kSplit == kMaxSplit && kM <= 128 && kSplit <= 4));
 };
 using Up = TileShape<kUpM, kUpN, kUpSplit>;
 using Down = TileShape<kDownM, kDownN, kDownSplit>;
@@ -476,8 +475,7 @@ struct Storer {
   template <bool kIsUp>
   __device__ void issue(int4 tile, int part, int slab, int slot, int first, int last) {
     using Tile = Layer<kIsUp>;
-    int const row = kSwap ? 0 : part * Tile::kOutRows;  // of the tile, the first that this CTA owns
-    if (kSwap) slab += part * Tile::kOutSlabs;
+    int const row = part * Tile::kOutRows;  // of the tile, the first that this CTA owns
     if (row >= Tile::kRows || tile.y + row >= p.m) return;
     void const* from = slabs + slot * kSlabBytes;
     bool const partial = is_partial(tile);
@@ -521,13 +519,13 @@ struct Storer {
   template <bool kIsUp>
   __device__ void store(int4 tile, int part, bool last_tile) {
     using Tile = Layer<kIsUp>;
-    constexpr int kBatch = kSlabs < Tile::kOutSlabs ? kSlabs : Tile::kOutSlabs;
+    constexpr int kBatch = kSlabs < Tile::kSlabsN ? kSlabs : Tile::kSlabsN;
     constexpr int kParts = kTileK / Tile::kSlabN;       // slabs of 64 columns, for the pace
     Receivers const to = receivers_of<kIsUp>(p, tile);
     bool const tells = kIsUp || is_partial(tile);
     bool const paced = p.pace_ns > 0 && !last_tile && to.own < to.end;
-    for (int begin = 0; begin < Tile::kOutSlabs; begin += kBatch) {
-      int const end = min(begin + kBatch, Tile::kOutSlabs);
+    for (int begin = 0; begin < Tile::kSlabsN; begin += kBatch) {
+      int const end = min(begin + kBatch, Tile::kSlabsN);
       Ring<kSlabs> r = at;
       for (int s = begin; s < end; ++s, r.advance()) {
         Barrier::wait(&bars.d_full[r.slot], r.phase);
@@ -535,7 +533,7 @@ struct Storer {
       }
       tma_store_arrive();
       // Before stores to peers: a release waits for those too.
-      if (tells && to.begin < to.own && end == Tile::kOutSlabs) {
+      if (tells && to.begin < to.own && end == Tile::kSlabsN) {
         drain();
         tell(tile, to.begin, to.own);
       }
@@ -612,12 +610,12 @@ struct Storer {
 
 // --------------------------------------------------------------------------------- math groups
 
-// Which CTA of a split-K cluster owns the sums of this math warp, and the warp's place among those
+// Which CTA of a split-K cluster owns the rows of this math warp, and the warp's place among those
 // that it owns.
 struct Owner { int part, place; };
 template <class Tile>
 __device__ Owner owner_of(int group, int warp) {
-  if constexpr (kSwap || Tile::kGroupsM > 1) {
+  if constexpr (Tile::kGroupsM > 1) {
     int const at = group * 4 + warp;
     return {at / Tile::kOwnerWarps, at % Tile::kOwnerWarps};
   } else {
@@ -633,7 +631,7 @@ __device__ void send(uint32_t to, uint32_t barrier, float a, float b, float c, f
 }
 
 // Adds up the partial sums of a split-K tile: each math warp sends its sums to the CTA that owns
-// its sums, or gets those of the others and adds them to its own in the order of their parts.
+// its rows, or gets those of the others and adds them to its own in the order of their parts.
 template <class Tile, class Acc>
 __device__ void reduce(Acc& acc, char* exchange, Barriers& bars, int part, int tiles_before,
                        int group) {
@@ -720,25 +718,14 @@ __device__ void write_slabs(Acc const& acc, char* slabs, Barriers& bars, Ring<kS
   for (int s = first + kSlabsGroup; s < Tile::kSlabsN; ++s) at.advance();
 }
 
-// The same with kSwap, where a thread has tokens side by side: a group writes one slab, if this CTA
-// owns it, and the stores turn 8 features x 8 tokens to rows of tokens.
+// The same with kSwap, where a thread has tokens side by side: a group writes one slab, and the
+// stores turn 8 features x 8 tokens to rows of tokens.
 template <class Tile, class Acc>
 __device__ void write_slabs_swapped(Acc const& acc, char* slabs, Barriers& bars, Ring<kSlabs>& at,
-                                    int group, int part) {
+                                    int group) {
   constexpr int kBlocks = Tile::kM / 8;                // of 8 tokens
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  // With split tiles a slot is not always the same group's: none may be two turns ahead of another,
-  // so a group waits for the slabs that are not its own, too.
-  auto const skip = [&](int count) {
-    for (int s = 0; s < count; ++s, at.advance())
-      if constexpr (kMaxSplit > 1) Barrier::wait(&bars.d_empty[at.slot], at.phase ^ 1);
-  };
-  int own = group;                                     // of the slabs that this CTA owns
-  if constexpr (Tile::kSplit > 1) {
-    own -= part * Tile::kOutSlabs;
-    if (own < 0 || own >= Tile::kOutSlabs) return skip(Tile::kOutSlabs);
-  }
-  skip(own);
+  for (int s = 0; s < group; ++s) at.advance();
   Barrier::wait(&bars.d_empty[at.slot], at.phase ^ 1);
   int const chunk = (warp * 2 + lane / 8 % 2) ^ (lane % 8);
   char* rows = slabs + at.slot * kSlabBytes + (lane / 16 * 8 + lane % 8) * kRowBytes + chunk * 16;
@@ -760,12 +747,7 @@ __device__ void write_slabs_swapped(Acc const& acc, char* slabs, Barriers& bars,
   cutlass::arch::NamedBarrier::sync(128, 1 + group);
   if (threadIdx.x % 128 == 0)
     for (int i = 0; i < kMathGroups; ++i) Barrier::arrive(&bars.d_full[at.slot]);
-  if constexpr (kMaxSplit > 1) {
-    at.advance();
-    skip(Tile::kOutSlabs - 1 - own);
-  } else {
-    for (int s = own; s < Tile::kOutSlabs; ++s) at.advance();
-  }
+  for (int s = group; s < Tile::kSlabsN; ++s) at.advance();
 }
 
 // Turns four registers of each of the four lanes of a quad: lane q gets what lanes 0..3 hold in q.
@@ -946,7 +928,7 @@ struct Math {
     if constexpr (Tile::kSplit > 1)
       reduce<Tile>(acc, exchange, bars, part, split_tiles++, group);
     if constexpr (kDirect) store_direct<kIsUp>(acc, p.tiles[i], part);
-    else if constexpr (kSwap) write_slabs_swapped<Tile>(acc, slabs, bars, d_at, group, part);
+    else if constexpr (kSwap) write_slabs_swapped<Tile>(acc, slabs, bars, d_at, group);
     else write_slabs<Tile>(acc, slabs, bars, d_at, group, part);
     if (stamps) stamp(p, i, kSlabsWritten);
   }

@@ -113,6 +113,17 @@ def test_layers_with_different_tiles(proves, tiles):
     assert proves(problem, config)
 
 
+def prove_sum(proves: Proves, problem: Problem, config: Config) -> None:
+    """Of a config along h; without multicast where these rows do not come in pairs."""
+    if why_invalid(config, problem):
+        config = replace(config, multicast=False)
+    config = replace(config, down_axis="h")
+    if reason := why_invalid(config, problem):
+        assert "a tile of up on each GPU" in reason or "whole K blocks" in reason
+        pytest.skip(reason)
+    assert proves(problem, config)
+
+
 @pytest.mark.parametrize("gpus", [2, 3, 4])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: "-".join(map(str, f)))
 @pytest.mark.parametrize("sizes", RAGGED, ids=lambda s: "x".join(map(str, s)))
@@ -120,13 +131,7 @@ def test_every_family_sums_over_gpus(proves, gpus, family, sizes):
     gpus_or_skip(gpus, proves)
     m, k, h, n = sizes
     problem = Problem(m=m, k=k, h=h, n=n, gpus=gpus)
-    config = replace(config_of(gpus, family), down_axis="h")
-    if why_invalid(replace(config, down_axis="n"), problem):
-        config = replace(config, multicast=False)  # these rows do not come in pairs
-    if reason := why_invalid(config, problem):
-        assert "a tile of up on each GPU" in reason or "whole K blocks" in reason
-        pytest.skip(reason)
-    assert proves(problem, config)
+    prove_sum(proves, problem, config_of(gpus, family))
 
 
 @pytest.mark.parametrize("gpus", [2, 3, 4])
@@ -247,13 +252,7 @@ def test_swapped_tiles_sum_over_gpus(proves, gpus, name, sizes):
     gpus_or_skip(gpus, proves)
     m, k, h, n = sizes
     problem = Problem(m=m, k=k, h=h, n=n, gpus=gpus)
-    config = replace(featured(name, gpus), down_axis="h")
-    if config.multicast and m <= 128:
-        config = replace(config, multicast=False)  # these rows do not come in pairs
-    if reason := why_invalid(config, problem):
-        assert "a tile of up on each GPU" in reason or "whole K blocks" in reason
-        pytest.skip(reason)
-    assert proves(problem, config)
+    prove_sum(proves, problem, featured(name, gpus))
 
 
 IN_PIPELINES = [
