@@ -156,7 +156,7 @@ def weight_map(
     pointer: int, sizes: tuple[int, ...], tile: Tile, config: Config, row_pitch: int | None = None
 ) -> np.void:
     """A weight as CTAs load it: both of a multicast pair load a half of a tile's rows."""
-    rows = tile.n // 2 if config.multicast else tile.n
+    rows = tile.n // 2 if config.pairs(tile) else tile.n
     return _tensor_map(pointer, sizes, rows, TILE_K, row_pitch)
 
 

@@ -52,9 +52,10 @@ class Config:
     of 64-column slabs that finished tiles wait in. `ctas` is the number of CTAs on each GPU, 0 for
     as many as run at the same time. `pace_us` is the time between the stores of two slabs to peers
     by one CTA: spread out, they do not hold up the loads of tiles. With `multicast`, two CTAs whose
-    tiles lie one above the other load their common weights once. With `direct`, results are stored
-    from registers and not through slabs and TMA. With `swap_ab`, weights are the first operand of
-    WGMMA and tokens the second, so that rows of a tile can fit the tokens (`limits.SWAPPED_ROWS`).
+    tiles lie one above the other load their common weights once, in a layer whose tiles are not
+    split. With `direct`, results are stored from registers and not through slabs and TMA. With
+    `swap_ab`, weights are the first operand of WGMMA and tokens the second, so that rows of a tile
+    can fit the tokens (`limits.SWAPPED_ROWS`).
     """
 
     up: Tile
@@ -94,6 +95,10 @@ class Config:
     def tiles(self) -> tuple[Tile, Tile]:
         """The tile of each layer."""
         return self.up, self.down
+
+    def pairs(self, tile: Tile) -> bool:
+        """Whether two tiles of this layer, one above the other, load their weights together."""
+        return self.multicast and tile.split_k == 1
 
     @property
     def cluster(self) -> int:

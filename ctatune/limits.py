@@ -55,9 +55,9 @@ def smem_bytes(config: Config) -> int:
     slab_bytes = 0 if config.direct else max(map(_slab_bytes, tiles))
     slabs = config.d_slabs * slab_bytes
     sums = max((tile.split_k - 1) * out_rows(tile) * tile.n * 4 for tile in tiles)
-    rings = 1 if tiles[0].m == tiles[1].m and tiles[0].n == tiles[1].n else 2
+    rings = len({(tile.m, tile.n, config.pairs(tile)) for tile in tiles})
     depth = max(config.stages, down_stages(config))
-    barriers = 2 * BARRIER_BYTES * (rings * depth + config.d_slabs + 2)
+    barriers = BARRIER_BYTES * (2 * rings * depth + 2 * config.d_slabs + 5)
     return config.stages * stage_bytes(config.up) + slabs + sums + barriers
 
 
@@ -131,8 +131,11 @@ def _why_swapped(name: str, tile: Tile, config: Config) -> str | None:
     if tile.m not in SWAPPED_ROWS or tile.n not in (64, 128):
         rule = "a multiple of 8 from 64 to 256, x 64 or 128 (WGMMA n, math groups)"
         return f"{name} tile with swap_ab must be {rule}, got {tile.m}x{tile.n}"
-    if tile.split_k > 1 or config.direct:
-        return "swap_ab goes with neither split_k nor direct stores (rows of a tile are columns)"
+    if config.direct:
+        return "swap_ab does not go with direct stores (rows of a tile are columns)"
+    if tile.m % (8 * tile.split_k):
+        rule = f"a multiple of {8 * tile.split_k} with split_k {tile.split_k} (rows of one CTA)"
+        return f"{name} tile m must be {rule}, got {tile.m}"
     if config.up.n != config.down.n:
         return "swap_ab needs tiles of one width in both layers (math groups)"
     if config.d_slabs < tile.n // 64:
@@ -147,10 +150,15 @@ def _why_cluster(config: Config) -> str | None:
         if split not in (2, MAX_SPLIT) or len(splits) > 1:
             rule = f"1, 2 or {MAX_SPLIT}, and the same in both layers where it is not 1"
             return f"split_k must be {rule}, got {config.up.split_k} and {config.down.split_k}"
-        if max(t.m for t in config.tiles if t.split_k > 1) > 128:
+        if not config.swap_ab and max(t.m for t in config.tiles if t.split_k > 1) > 128:
             return "split_k needs a tile m of at most 128 (each math warp has rows of one owner)"
-    if config.multicast and splits:
-        return "multicast and split_k exclude each other: a cluster serves one of them"
+    sides = {tile.m >= 128 for tile in config.tiles if tile.split_k > 1}
+    if (
+        len(sides) > 1 and not config.swap_ab
+    ):  # warps that own sums in one layer may not in the other
+        return "split_k in both layers needs both tile m of at least 128, or both of less"
+    if config.multicast and (splits - {2} or not any(map(config.pairs, config.tiles))):
+        return "multicast needs a layer with split_k 1, and at most 2 in the other (pairs of CTAs)"
     return None
 
 
@@ -179,7 +187,7 @@ def _why_split(config: Config, problem: Problem, sm_count: int) -> str | None:
         return "a pipeline needs a GPU in each stage"
     for name, tile in (("up", config.up), ("down", config.down)):
         rows = -(-problem.m // tile.m)
-        if config.multicast and (rows % 2 or tile.group_m % 2):
+        if config.pairs(tile) and (rows % 2 or tile.group_m % 2):
             rule = "an even number of tile rows and an even group (tiles go in pairs)"
             return f"multicast needs {rule}, {name} has {rows} in groups of {tile.group_m}"
     most = resident_ctas(config, sm_count)

@@ -288,7 +288,8 @@ def family(config: AnyConfig) -> str:
     kind += " swap" * config.swap_ab + " axis h" * (config.down_axis == "h")
     rows = "" if config.swap_ab else f"{config.up.m}x"  # swapped tiles: whatever their height
     down = "" if config.down.n == config.up.n else f"+{config.down.n}"
-    return f"{rows}{config.up.n}{down}/k{config.up.split_k}{kind}"
+    splits = "" if config.down.split_k == config.up.split_k else f"+{config.down.split_k}"
+    return f"{rows}{config.up.n}{down}/k{config.up.split_k}{splits}{kind}"
 
 
 def rates() -> tuple[Field[Any], ...]:

@@ -21,7 +21,7 @@ from ctatune.machine_model import MachineModel
 from ctatune.problem import Problem
 from ctatune.records import Prediction
 from ctatune.rows import Row
-from ctatune.space import default_config
+from ctatune.space import default_config, fitted
 
 FARTHEST = 2.0  # factor in tokens from a race without one near on the other side
 WIDEST = 4.0  # factor in tokens between the races on both sides
@@ -39,7 +39,7 @@ def decide(
     """
     tokens = _beside(problem.m, {row.problem.m for row in rows if row.is_final_of_ours})
     races = {m: _race([row for row in rows if row.problem.m == m]) for m in tokens}
-    logs = {m: _log_errors(found, machine) for m, found in races.items() if found}
+    logs = {m: _log_errors(found, machine, problem.m) for m, found in races.items() if found}
     ours = {m: log for m, found in logs.items() if (log := _of_ours(found)) is not None}
     if not ours:
         return None
@@ -87,15 +87,17 @@ def _race(rows: Sequence[Row]) -> list[Row]:
     return race.newest([row for row in rows if row.good and (row.run.utc, row.run.id) in ran])
 
 
-def _log_errors(found: Sequence[Row], machine: MachineModel) -> _Logs:
-    """Of each config of a race, and of the fastest variant of each baseline with a model, the
-    fastest first."""
+def _log_errors(found: Sequence[Row], machine: MachineModel, m: int) -> _Logs:
+    """Of each config of a race, as it fits m tokens, and of the fastest variant of each baseline
+    with a model, the fastest first."""
     logs: _Logs = {}
     for row in sorted(found, key=lambda row: row.measurement.latency_us or math.inf):
         config = plain(row.config)
         if isinstance(config, Config) or config in modelled(row.problem):
             expected_us = estimate(row.problem, config, machine).latency_us
             log = math.log((row.measurement.latency_us or math.inf) / expected_us)
+            if isinstance(config, Config):
+                config = fitted(config, row.problem.m, m)
             logs.setdefault(config, log)
     return logs
 

@@ -67,7 +67,7 @@ def works_of(problem: Problem, config: Config, platform: Platform) -> tuple[Work
                 tile=tile,
                 ctas=ctas,
                 dense=layer == UP,
-                sharers=2 if config.multicast else 1,
+                sharers=2 if config.pairs(tile) else 1,
                 stages=depth,
                 kept_bytes=L2_SHARE * platform.l2_bytes,
             )

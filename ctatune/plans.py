@@ -17,20 +17,19 @@ from typing import NamedTuple
 
 from ctatune import answers
 from ctatune.choice import Choice, failed_in
-from ctatune.config import AnyConfig, Config, DownAxis, Tile
+from ctatune.config import AnyConfig, Config, DownAxis
 from ctatune.errors import NoAnswer, UsageError
 from ctatune.known import machine_of, stored_rows, tokens_of_ours
 from ctatune.latency import estimate
 from ctatune.layout import pitch
-from ctatune.limits import SWAPPED_ROWS, default_split, why_invalid
+from ctatune.limits import default_split, why_invalid
 from ctatune.problem import Problem
 from ctatune.records import Source
 from ctatune.rows import Row
 from ctatune.schedule import Columns, layer_columns, split_columns, w_down_held
-from ctatune.space import candidates, default_config
+from ctatune.space import candidates, default_config, fitted
 
 UNIT = 256  # columns: 160, 192 and 224 alone, of the widths of tiles, do not divide it
-HEIGHT_STEP = 16  # rows of swapped tiles: each height is another kernel to compile
 MARGIN = 1.05  # what a race may find more than a screening
 PREDICTED = 4  # configs that are taken from the estimate where the answer does not fit
 
@@ -224,16 +223,4 @@ def _for_others(plan: Plan, m: int, tokens: int) -> Plan:
     """The plan of m tokens for another number of them."""
     source: Source = "neighbour" if plan.source == "measured" else plan.source
     note = "; ".join(filter(None, [f"as {m} tokens", plan.note]))
-    return Plan(config=_fitted(plan.config, tokens), source=source, note=note)
-
-
-def _fitted(config: Config, m: int) -> Config:
-    """The same number of tile rows, with `swap_ab` hardly higher than m tokens need."""
-    if not config.swap_ab:
-        return config
-
-    def fitted(tile: Tile) -> Tile:
-        least = max(SWAPPED_ROWS[0], -(-m // -(-m // tile.m)))
-        return replace(tile, m=min(tile.m, -(-least // HEIGHT_STEP) * HEIGHT_STEP))
-
-    return replace(config, up=fitted(config.up), down=fitted(config.down))
+    return Plan(config=fitted(plan.config, m, tokens), source=source, note=note)

@@ -15,6 +15,7 @@ from ctatune.limits import (
     SWAPPED_ROWS,
     WGMMA_ROWS,
     default_split,
+    down_stages,
     smem_bytes,
     stage_bytes,
     why_invalid,
@@ -87,6 +88,9 @@ FAMILIES = (
 )
 SWAPPED_TOKENS = range(65, 513)  # fewer: one row of 64; more: whole tiles of 128 rows waste little
 MOST_SWAPPED_ROWS = 4  # of tiles, in each layer
+HEIGHT_STEP = (
+    16  # rows of tiles for tokens that nobody measured: each height is a kernel to compile
+)
 WIDEST = max(max(family.n, family.down_n) for family in FAMILIES)
 GROUPS = (1, 2, 4, 8, 16)
 MIXES = (1.0, 0.75, 0.5, 0.25, 0.0)
@@ -180,25 +184,56 @@ def candidates(problem: Problem, *, sm_count: int = 132) -> Iterator[Config]:
 def swapped(problem: Problem) -> Iterator[Config]:
     """Tiles with `swap_ab`, as high as the tokens need in so many rows of tiles of each layer.
 
-    All rows of a layer are one group; tiles go in multicast pairs where the rows come in pairs.
-    `stage_split` and the rest of the way are the caller's.
+    Each layer may be split along K; tiles that are not go in multicast pairs where their rows come
+    in pairs. `stage_split` and the rest of the way are the caller's.
     """
     if problem.m not in SWAPPED_TOKENS:
         return
-    rows = range(1, MOST_SWAPPED_ROWS + 1)
-    heights = [-(-problem.m // (8 * count)) * 8 for count in rows]
-    heights = [height for height in heights if height in SWAPPED_ROWS]
-    narrow = [(Tile(m=m, n=64, group_m=_one_group(problem.m, m)),) * 2 for m in heights]
-    wide = [Tile(m=m, n=128, group_m=_one_group(problem.m, m)) for m in heights]
-    for up, down in [*narrow, *product(wide, wide)]:
-        pairs = all(-(-problem.m // tile.m) % 2 == 0 for tile in (up, down))
-        kind = {"swap_ab": True, "multicast": pairs, "d_slabs": up.n // WGMMA_ROWS}
-        yield _deepest(Config(up=up, down=down, **kind, stages=MIN_STAGES))
+    for n in (64, 128):
+        for (up_rows, up), (down_rows, down) in product(_swapped_tiles(problem.m, n), repeat=2):
+            if max(up_rows, down_rows) > (1 if n == 64 else 2) * min(up_rows, down_rows):
+                continue
+            whole = [r for r, tile in ((up_rows, up), (down_rows, down)) if tile.split_k == 1]
+            pairs = bool(whole) and all(rows % 2 == 0 for rows in whole)
+            kind = {"swap_ab": True, "multicast": pairs, "d_slabs": n // WGMMA_ROWS}
+            config = _deepest(Config(up=up, down=down, **kind, stages=MIN_STAGES))
+            if not _runs_empty(config):
+                yield config
 
 
-def _one_group(m: int, tile_m: int) -> int:
-    """The rows of tiles, as a power of two."""
-    return 1 << (-(-m // tile_m) - 1).bit_length()
+def _swapped_tiles(m: int, n: int) -> list[tuple[int, Tile]]:
+    """Tiles of n columns whole and in two parts, with the number of their rows, all one group."""
+    found = []
+    for rows, split in product(range(1, MOST_SWAPPED_ROWS + 1), (1, 2)):
+        height = -(-m // (rows * 8 * split)) * 8 * split  # each part has whole groups of 8 rows
+        if height in SWAPPED_ROWS:
+            group = 1 << (rows - 1).bit_length()
+            found.append((rows, Tile(m=height, n=n, group_m=group, split_k=split)))
+    return found
+
+
+def fitted(config: Config, of: int, m: int) -> Config:
+    """A config for `of` tokens as m tokens need it: with `swap_ab` as many rows of tiles, hardly
+    higher than they have to be, and the deepest ring; else, or where that is too short, the same.
+    """
+    if not config.swap_ab or of == m:
+        return config
+
+    def high(tile: Tile) -> Tile:
+        unit = max(HEIGHT_STEP, 8 * tile.split_k)
+        height = -(-m // (-(-of // tile.m) * unit)) * unit
+        return replace(tile, m=max(SWAPPED_ROWS[0], height))
+
+    up, down = high(config.up), high(config.down)
+    rows = [-(-m // tile.m) for tile in (up, down) if config.pairs(tile)]
+    pairs = bool(rows) and all(count % 2 == 0 for count in rows)
+    found = _deepest(replace(config, up=up, down=down, multicast=pairs, stages=MIN_STAGES))
+    return config if _runs_empty(found) else found
+
+
+def _runs_empty(config: Config) -> bool:
+    """Whether a ring of stages is as short as can be: the math then waits for loads."""
+    return min(config.stages, down_stages(config)) <= MIN_STAGES
 
 
 def _useful(family: Family, m: int) -> bool:

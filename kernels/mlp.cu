@@ -16,10 +16,10 @@
 //   4..11 (groups)    math         full[stage], d_empty[slot],      empty[stage], d_full[slot],
 //                                  sums_full, sums_free             both of its cluster's CTAs
 //
-// A cluster serves one of two ends. Split-K: its CTAs have the same tile and each sums a part of K;
-// a CTA then owns some of the tile's rows, gets the partial sums of these from the others, and
-// stores them. Multicast: its two CTAs have tiles one above the other; each loads half of the
-// weights that both need, for both.
+// In each layer a cluster serves one of two ends. Split-K: its CTAs have the same tile and each sums
+// a part of K; a CTA then owns some of the tile's rows, gets the partial sums of these from the
+// others, and stores them. Multicast: its two CTAs have tiles one above the other; each loads half
+// of the weights that both need, for both.
 //
 // With kDirect, math groups store results from registers, own GPU's first, and the store warp only
 // tells: d_full then counts tiles stored to this GPU and to peers in turn. Less latency for few tokens.
@@ -35,7 +35,8 @@
 // read the Y2 of call e - 1 on that peer's stream is done.
 //
 // With kSwap, weights are the first operand of WGMMA and tokens the second: a tile then has any
-// multiple of 8 rows from 64 to 256, and each math group 64 of its columns.
+// multiple of 8 rows from 64 to 256, and each math group 64 of its columns. A thread has sums of all
+// rows, so with split-K every math warp sends some of its sums and gets others.
 //
 // Defined before this text (ctatune/jit.py): kUpM kUpN kUpSplit kDownM kDownN kDownSplit kStages
 // kSlabs kMulticast kDirect kReduce kSwap kSkipWait.
@@ -74,6 +75,7 @@ constexpr int max_of(int a, int b) { return a > b ? a : b; }
 template <int kRows_, int kN_, int kSplit_>
 struct TileShape {
   static constexpr int kRows = kRows_, kN = kN_, kSplit = kSplit_;
+  static constexpr bool kPairs = kMulticast && kSplit == 1;   // of CTAs that load weights together
   static constexpr int kM = kSwap ? kRows : max_of(64, kRows);
   static constexpr int kGroupsM = kM >= 128 && !kSwap ? kMathGroups : 1;
   static constexpr int kGroupsN = kMathGroups / kGroupsM;
@@ -88,11 +90,11 @@ struct TileShape {
   static constexpr int kSlabBytes = kDirect ? 0 : kOutRows * kSlabRowBytes;
   static constexpr int kOwnerWarps = 4 * kMathGroups / kSplit; // math warps whose rows one CTA owns
   static constexpr int kSums = kGroupM * kGroupN / 128;       // accumulators of one thread
-  static constexpr int kSenderBytes = kOwnerWarps * kSums * 32 * 4;
+  static constexpr int kSenderBytes = kOutRows * kN * 4;
   static constexpr int kExchangeBytes = (kSplit - 1) * kSenderBytes;
-  static_assert(kSwap ? kM % 8 == 0 && kGroupN == 64 && kSplit == 1 && !kDirect
+  static_assert(kSwap ? kOutRows % 8 == 0 && kGroupN == 64 && !kDirect
                       : kGroupM % 64 == 0 && kGroupN % (kGroupsN > 1 ? kTileK : kSlabN) == 0);
-  static_assert(kSplit == 1 || (kSplit == kMaxSplit && kM <= 128 && kSplit <= 4));
+  static_assert(kSplit == 1 || (kSplit == kMaxSplit && (kSwap || kM <= 128) && kSplit <= 4));
 };
 using Up = TileShape<kUpM, kUpN, kUpSplit>;
 using Down = TileShape<kDownM, kDownN, kDownSplit>;
@@ -100,7 +102,7 @@ using Down = TileShape<kDownM, kDownN, kDownSplit>;
 static_assert(!kReduce || (Up::kSlabN == kTileK && Down::kSlabN == kTileK));
 
 // Layers with equal tiles share one ring of stages; otherwise `down` divides the same memory anew.
-constexpr bool kOneRing = kUpM == kDownM && kUpN == kDownN;
+constexpr bool kOneRing = kUpM == kDownM && kUpN == kDownN && Up::kPairs == Down::kPairs;
 constexpr int kRingBytes = kStages * Up::kStageBytes;
 constexpr int kDownStages = kRingBytes / Down::kStageBytes;
 constexpr int kMaxStages = max_of(kStages, kDownStages);
@@ -242,6 +244,7 @@ struct __align__(8) Barriers {
   uint64_t d_full[kSlabs], d_empty[kSlabs];
   uint64_t sums_full, sums_free;            // partial sums of others are here, were read by others
   uint64_t open[2];                         // with kDirect: receivers of Y1, of Y2 are ready
+  uint64_t drained;                         // `up` has left the stages of both CTAs of a pair
 };
 
 // A position in a ring of `kSlots` with the parity that its barriers wait for.
@@ -330,7 +333,7 @@ struct Loader {
     using Tile = Layer<kIsUp>;
     uint64_t* full = &bars.full[kRing<kIsUp>][r.slot];
     char* to = stage<kIsUp>(r) + Tile::kABytes;
-    if constexpr (kMulticast) {
+    if constexpr (Tile::kPairs) {
       int const half = block_rank_in_cluster() * (Tile::kN / 2);
       SM90_TMA_LOAD_MULTICAST_2D::copy(run.weights, full, uint16_t(3), kKeep,
                                        to + half * kRowBytes, run.b + kb * kTileK, run.row + half);
@@ -428,11 +431,16 @@ struct Loader {
     }
   }
 
-  // Waits until `up` has left the memory that `down` divides in another way.
+  // Waits until `up` has left the memory that `down` divides in another way, and that of the other
+  // CTA where `down` begins to load for both.
   __device__ void drain() {
     auto r = rings.up;
     for (int i = 0; i < kStages; ++i, r.advance())
       Barrier::wait(&bars.empty[0][r.slot], r.phase ^ 1);
+    if constexpr (Down::kPairs && !Up::kPairs) {
+      for (int cta = 0; cta < 2; ++cta) Barrier::arrive(&bars.drained, cta, 1);
+      Barrier::wait(&bars.drained, 0);
+    }
     drained = true;
   }
 
@@ -630,6 +638,24 @@ __device__ void send(uint32_t to, uint32_t barrier, float a, float b, float c, f
       ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier) : "memory");
 }
 
+// Adds to the first `kCount` sums of a thread those that the other CTAs of its cluster have sent, in
+// the order of their parts.
+template <class Tile, int kCount, class Acc>
+__device__ void add_sent(Acc& acc, char const* exchange, int offset) {
+  for (int sender = 0; sender < Tile::kSplit - 1; ++sender) {
+    float4 const* sums =
+        reinterpret_cast<float4 const*>(exchange + sender * Tile::kSenderBytes + offset);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kCount / 4; ++i) {
+      float4 const sum = sums[i * 32];
+      acc(4 * i) += sum.x;
+      acc(4 * i + 1) += sum.y;
+      acc(4 * i + 2) += sum.z;
+      acc(4 * i + 3) += sum.w;
+    }
+  }
+}
+
 // Adds up the partial sums of a split-K tile: each math warp sends its sums to the CTA that owns
 // its rows, or gets those of the others and adds them to its own in the order of their parts.
 template <class Tile, class Acc>
@@ -654,18 +680,42 @@ __device__ void reduce(Acc& acc, char* exchange, Barriers& bars, int part, int t
   if (owner.place == 0 && lane == 0)
     TransactionBarrier::arrive_and_expect_tx(&bars.sums_full, Tile::kExchangeBytes);
   Barrier::wait(&bars.sums_full, tiles_before & 1);
-  for (int sender = 0; sender < Tile::kSplit - 1; ++sender) {
-    float4 const* sums =
-        reinterpret_cast<float4 const*>(exchange + sender * Tile::kSenderBytes + offset);
+  add_sent<Tile, Tile::kSums>(acc, exchange, offset);
+  __syncwarp();
+  if (lane < Tile::kSplit && lane != part)
+    Barrier::arrive(&bars.sums_free, first_rank + lane, 1);
+}
+
+// The same with kSwap: every warp sends to all owners and gets from all others. Afterwards the sums
+// of the CTA's own rows are the first of `acc`.
+template <class Tile, class Acc>
+__device__ void reduce_swapped(Acc& acc, char* exchange, Barriers& bars, int part, int tiles_before,
+                               int group) {
+  constexpr int kOwn = Tile::kSums / Tile::kSplit;
+  int const lane = threadIdx.x % 32, warp = group * 4 + threadIdx.x / 32 % 4;
+  int const first_rank = block_rank_in_cluster() / Tile::kSplit * Tile::kSplit;
+  int const offset = (warp * (kOwn / 4) * 32 + lane) * 16;
+  Barrier::wait(&bars.sums_free, (tiles_before & 1) ^ 1);
+  CUTLASS_PRAGMA_UNROLL
+  for (int owner = 0; owner < Tile::kSplit; ++owner) {
+    if (owner == part) continue;
+    int const sender = part < owner ? part : part - 1;
+    uint32_t const to =
+        set_block_rank(cast_smem_ptr_to_uint(exchange + sender * Tile::kSenderBytes + offset),
+                       first_rank + owner);
+    uint32_t const barrier =
+        set_block_rank(cast_smem_ptr_to_uint(&bars.sums_full), first_rank + owner);
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < Tile::kSums / 4; ++i) {
-      float4 const sum = sums[i * 32];
-      acc(4 * i) += sum.x;
-      acc(4 * i + 1) += sum.y;
-      acc(4 * i + 2) += sum.z;
-      acc(4 * i + 3) += sum.w;
-    }
+    for (int i = owner * kOwn; i < (owner + 1) * kOwn; i += 4)
+      send(to + i % kOwn * 128, barrier, acc(i), acc(i + 1), acc(i + 2), acc(i + 3));
   }
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = kOwn; i < Tile::kSums; ++i)
+    if (i / kOwn == part) acc(i % kOwn) = acc(i);
+  if (warp == 0 && lane == 0)
+    TransactionBarrier::arrive_and_expect_tx(&bars.sums_full, Tile::kExchangeBytes);
+  Barrier::wait(&bars.sums_full, tiles_before & 1);
+  add_sent<Tile, kOwn>(acc, exchange, offset);
   __syncwarp();
   if (lane < Tile::kSplit && lane != part)
     Barrier::arrive(&bars.sums_free, first_rank + lane, 1);
@@ -723,7 +773,7 @@ __device__ void write_slabs(Acc const& acc, char* slabs, Barriers& bars, Ring<kS
 template <class Tile, class Acc>
 __device__ void write_slabs_swapped(Acc const& acc, char* slabs, Barriers& bars, Ring<kSlabs>& at,
                                     int group) {
-  constexpr int kBlocks = Tile::kM / 8;                // of 8 tokens
+  constexpr int kBlocks = Tile::kOutRows / 8;          // of 8 tokens
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   for (int s = 0; s < group; ++s) at.advance();
   Barrier::wait(&bars.d_empty[at.slot], at.phase ^ 1);
@@ -815,9 +865,10 @@ struct Math {
   int split_tiles = 0;                      // that the cluster has added up
 
   // A stage is free again, in both CTAs when these loaded it together.
+  template <class Tile>
   __device__ void release(uint64_t* empty) {
     if (threadIdx.x % 128 == 0) {
-      if constexpr (kMulticast) for (int cta = 0; cta < 2; ++cta) Barrier::arrive(empty, cta, 1);
+      if constexpr (Tile::kPairs) for (int cta = 0; cta < 2; ++cta) Barrier::arrive(empty, cta, 1);
       else Barrier::arrive(empty);
     }
   }
@@ -918,14 +969,16 @@ struct Math {
       warpgroup_commit_batch();
       warpgroup_fence_operand(acc);
       warpgroup_wait<1>();
-      if (previous >= 0) release(&empty[previous]);
+      if (previous >= 0) release<Tile>(&empty[previous]);
       previous = at.slot;
     }
     warpgroup_wait<0>();
     warpgroup_fence_operand(acc);
-    if (previous >= 0) release(&empty[previous]);
+    if (previous >= 0) release<Tile>(&empty[previous]);
     if (stamps) stamp(p, i, kMathEnds);
-    if constexpr (Tile::kSplit > 1)
+    if constexpr (Tile::kSplit > 1 && kSwap)
+      reduce_swapped<Tile>(acc, exchange, bars, part, split_tiles++, group);
+    else if constexpr (Tile::kSplit > 1)
       reduce<Tile>(acc, exchange, bars, part, split_tiles++, group);
     if constexpr (kDirect) store_direct<kIsUp>(acc, p.tiles[i], part);
     else if constexpr (kSwap) write_slabs_swapped<Tile>(acc, slabs, bars, d_at, group);
@@ -953,7 +1006,7 @@ __device__ void init_barriers(Barriers& bars) {
       for (int r = 0; r < (kOneRing ? 1 : 2); ++r)
         for (int i = 0; i < kMaxStages; ++i) {
           Barrier::init(&bars.full[r][i], 1);
-          Barrier::init(&bars.empty[r][i], kMathGroups * (kMulticast ? 2 : 1));
+          Barrier::init(&bars.empty[r][i], kMathGroups * ((r ? Down::kPairs : Up::kPairs) ? 2 : 1));
         }
       for (int i = 0; i < kSlabs; ++i) {
         Barrier::init(&bars.d_full[i], kDirect ? 1 : kMathGroups);
@@ -961,7 +1014,9 @@ __device__ void init_barriers(Barriers& bars) {
       }
       for (int i = 0; i < 2; ++i) Barrier::init(&bars.open[i], 1);
       Barrier::init(&bars.sums_full, 1);
-      Barrier::init(&bars.sums_free, max_of(1, (kMaxSplit - 1) * 4 * kMathGroups / kMaxSplit));
+      int const readers = 4 * kMathGroups / (kSwap ? 1 : kMaxSplit);  // warps of one other CTA
+      Barrier::init(&bars.sums_free, max_of(1, (kMaxSplit - 1) * readers));
+      if constexpr (Down::kPairs && !Up::kPairs) Barrier::init(&bars.drained, 2);
       cutlass::arch::fence_barrier_init();
     }
     __syncwarp();

@@ -213,6 +213,62 @@ FEATURES = {  # (up, down, stages, slabs, more): what a tile can do besides its 
         2,
         {"multicast": True, "swap_ab": True},
     ),
+    "swapped, split": (
+        Tile(m=144, n=128, split_k=2),
+        Tile(m=144, n=128, split_k=2),
+        4,
+        2,
+        {"swap_ab": True},
+    ),
+    "swapped, split 4, one group": (
+        Tile(m=96, n=64, split_k=4),
+        Tile(m=96, n=64, split_k=4),
+        7,
+        1,
+        {"swap_ab": True},
+    ),
+    "swapped, split of up": (
+        Tile(m=112, n=64, split_k=2),
+        Tile(m=104, n=64),
+        7,
+        1,
+        {"swap_ab": True},
+    ),
+    "swapped, split of down": (
+        Tile(m=72, n=128),
+        Tile(m=80, n=128, split_k=2),
+        6,
+        3,
+        {"swap_ab": True},
+    ),
+    "swapped, split of up, multicast": (
+        Tile(m=128, n=128, split_k=2),
+        Tile(m=128, n=128, group_m=2),
+        5,
+        2,
+        {"multicast": True, "swap_ab": True},
+    ),
+    "swapped, split of down, multicast": (
+        Tile(m=64, n=128, group_m=4),
+        Tile(m=80, n=128, split_k=2),
+        6,
+        2,
+        {"multicast": True, "swap_ab": True},
+    ),
+    "split of up, multicast": (
+        Tile(m=128, n=128, split_k=2),
+        Tile(m=128, n=128, group_m=2),
+        4,
+        2,
+        {"multicast": True},
+    ),
+    "split of down, multicast": (
+        Tile(m=128, n=256, group_m=2),
+        Tile(m=64, n=128, split_k=2),
+        3,
+        4,
+        {"multicast": True},
+    ),
     "two rings, multicast": (
         Tile(m=128, n=256, group_m=2),
         Tile(m=128, n=128, group_m=2),
@@ -242,7 +298,13 @@ def test_every_feature_at_ragged_sizes(proves, gpus, name, sizes):
     assert proves(problem, config)
 
 
-SWAPPED = ["swapped", "swapped, one group", "swapped, multicast"]
+SWAPPED = [
+    "swapped",
+    "swapped, one group",
+    "swapped, multicast",
+    "swapped, split",
+    "swapped, split 4, one group",
+]
 
 
 @pytest.mark.parametrize("gpus", [2, 3, 4])
@@ -262,6 +324,8 @@ IN_PIPELINES = [
     "two rings",
     "swapped, two rings, multicast",
     "swapped, two rings",
+    "swapped, split of up, multicast",
+    "swapped, split of down",
 ]
 
 
@@ -274,6 +338,25 @@ def test_features_in_a_pipeline(proves, name, mix: float, output: Output, gpus: 
     problem = Problem(m=512 if "multicast" in name else 384, k=128, h=768, n=520, gpus=gpus)
     problem = replace(problem, output=output)
     config = replace(featured(name, gpus), mix=mix)
+    assert why_invalid(config, problem) is None
+    assert proves(problem, config)
+
+
+ON_ONE_CLUSTER = [
+    "split 2, slabs",
+    *(name for name in FEATURES if "swapped" in name),
+    "split of up, multicast",
+    "split of down, multicast",
+]
+
+
+@pytest.mark.parametrize("k", [64, 512])  # one K block, which one part of a split tile sums; eight
+@pytest.mark.parametrize("name", ON_ONE_CLUSTER)
+def test_many_tiles_on_one_cluster(proves, name, k):
+    """Rings of stages, slabs and partial sums turn many times."""
+    config = featured(name, 1)
+    problem = Problem(m=200, k=k, h=1024, n=1024, gpus=1)
+    config = replace(config, ctas=config.cluster)
     assert why_invalid(config, problem) is None
     assert proves(problem, config)
 

@@ -9,7 +9,7 @@ import pytest
 
 import ctatune
 from ctatune import neighbours, race
-from ctatune.config import AnyConfig, Baseline
+from ctatune.config import AnyConfig, Baseline, Config
 from ctatune.jit import kernel_hash
 from ctatune.machine_model import load
 from ctatune.neighbours import decide
@@ -44,6 +44,19 @@ def test_a_race_left_out_is_met_by_those_beside_it(m, monkeypatch):
     for method in ("single", "tp_twoshot"):
         measured_us = min(us for c, us in real.items() if c.method == method and us)
         assert found.baselines[method] == pytest.approx(measured_us, rel=off)
+
+
+def test_swapped_tiles_that_raced_beside_fit_the_tokens():
+    """Of 150 tokens, where 128 and 200 raced: the tiles of 200 are 104 and 200 rows high."""
+    problem = Problem.of("150x8192x8192", gpus=1)
+    rows = [row for row in shipped_rows() if replace(row.problem, m=150) == problem]
+    baselines: set[AnyConfig] = {row.config for row in rows if isinstance(row.config, Baseline)}
+    found = decide(problem, rows, MACHINE, baselines)
+    assert found is not None
+    assert isinstance(found.config, Config)
+    assert found.config.swap_ab
+    for tile in found.config.tiles:
+        assert -(-150 // tile.m) * tile.m - 150 < 16 * tile.group_m
 
 
 def test_nothing_is_said_far_from_what_was_measured():

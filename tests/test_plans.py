@@ -160,24 +160,6 @@ def test_tokens_that_were_measured_stand_for_themselves():
     assert quiet(found, 47).note.startswith("as 64 tokens")
 
 
-def test_tiles_that_fit_any_tokens_are_no_higher_than_these_need():
-    tile = Tile(m=128, n=64, group_m=2)
-    config = Config(up=tile, down=tile, stages=8, d_slabs=1, multicast=True, swap_ab=True)
-    for m, rows in (
-        (256, 128),
-        (225, 128),
-        (224, 112),
-        (200, 112),
-        (129, 80),
-        (300, 112),
-        (512, 128),
-    ):
-        fitted = plans._fitted(config, m)
-        assert {tile.m for tile in fitted.tiles} == {rows}
-        assert -(-m // rows) == -(-m // 128)
-    assert plans._fitted(default_config(WIDE), 200) == default_config(WIDE)
-
-
 PIPELINE = SimpleNamespace(
     shape="64x4096x11008x4096",
     config=replace(default_config(Problem.of("64x4096x11008", gpus=2)), mix=0.0, down_axis="n"),

@@ -56,7 +56,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         d_slabs=4,
         mix=draw(st.floats(0, 1)) if gpus > 1 else 1.0,
         stage_split=(p_up, gpus - p_up),
-        multicast=split == 1 and draw(st.booleans()),
+        multicast=split <= 2 and draw(st.booleans()),
     )
     return build(problem, config)
 
@@ -172,21 +172,26 @@ def test_slots_come_in_whole_clusters_of_one_layer(schedule: Schedule) -> None:
 
 
 @relaxed
-@given(st.integers(1, 6), st.integers(1, 4), sizes, sizes, st.integers(1, 4))
+@given(st.integers(1, 6), st.integers(1, 4), sizes, sizes, st.integers(1, 4), st.integers(0, 2))
 def test_a_multicast_pair_has_the_same_weights(
-    pairs: int, groups: int, h: int, n: int, gpus: int
+    pairs: int, groups: int, h: int, n: int, gpus: int, split_layer: int
 ) -> None:
-    """Two CTAs that load one weight tile together have tiles one above the other."""
+    """Two CTAs that load one weight tile together have tiles one above the other; those of a layer
+    that is split share one tile."""
     tile = Tile(m=128, n=256, group_m=2 * groups)
-    config = Config(up=tile, down=tile, stages=4, d_slabs=2, multicast=True)
+    up, down = (replace(tile, split_k=1 + (layer == split_layer)) for layer in (UP, DOWN))
+    config = Config(up=up, down=down, stages=2, d_slabs=2, multicast=True)
     problem = Problem(m=256 * pairs - 100, k=64, h=h, n=n, gpus=gpus)
     config = replace(config, stage_split=default_split(gpus))
     assert why_invalid(config, problem) is None
     schedule = build(problem, config)
     for gpu in range(gpus):
         for upper, lower in schedule.slots(gpu).reshape(-1, 2, 6).tolist():
-            assert lower == [upper[0], upper[1] + 128, *upper[2:]]
-            assert upper[1] % 256 == 0
+            if upper[0] == split_layer:
+                assert (upper[:5], upper[5], lower[5]) == (lower[:5], 0, 1)
+            else:
+                assert lower == [upper[0], upper[1] + 128, *upper[2:]]
+                assert upper[1] % 256 == 0
 
 
 @relaxed

@@ -18,10 +18,11 @@ from ctatune.limits import (
     why_invalid,
 )
 from ctatune.problem import Problem
-from ctatune.space import FAMILIES, Family, candidates, default_config, defaults, swapped
+from ctatune.space import FAMILIES, Family, candidates, default_config, defaults, fitted, swapped
 
 PROBLEM = Problem(m=1024, k=8192, h=8192, n=8192, gpus=2)
 BIG = Tile(m=128, n=256)
+SPLIT = Tile(m=128, n=128, split_k=2)
 GOOD = Config(up=BIG, down=BIG, stages=3, d_slabs=4)
 sizes = st.integers(1, 4096).map(lambda n: 8 * n)
 problems = st.builds(
@@ -87,7 +88,15 @@ def test_rules_of_a_tile(layer: str, tile: Tile, slabs: int, words: tuple[str, .
             ("the same in both layers", "2 and 4"),
         ),
         ({"up": Tile(m=256, n=128, split_k=2)}, ("split_k needs a tile m of at most 128",)),
-        ({"up": Tile(m=128, n=256, split_k=2), "multicast": True}, ("exclude each other",)),
+        (
+            {"up": SPLIT, "down": SPLIT, "multicast": True, "d_slabs": 2},
+            ("multicast needs a layer with split_k 1",),
+        ),
+        ({"up": Tile(m=64, n=128, split_k=4), "multicast": True}, ("at most 2 in the other",)),
+        (
+            {"up": Tile(m=64, n=128, split_k=2), "down": SPLIT},
+            ("both tile m of at least 128, or both of less",),
+        ),
         ({"multicast": True}, ("even number of tile rows and an even group", "8 in groups of 1")),
         ({"direct": True}, ("direct stores", "2 d_slabs")),
         ({"direct": True, "d_slabs": 2, "pace_us": 8.0}, ("direct stores go at no pace",)),
@@ -132,12 +141,12 @@ def test_the_device_says_how_many_sms_there_are() -> None:
 @pytest.mark.parametrize(
     ("shape", "wanted_bytes"),
     [
-        # ring + slabs + 16 bytes of barriers for each stage and slab, and for sums and receivers
-        ((128, 256, 3, 4), 147_456 + 65_536 + (3 + 4 + 2) * 16),
-        ((128, 256, 4, 2), 196_608 + 32_768 + (4 + 2 + 2) * 16),
-        ((256, 128, 3, 2), 147_456 + 65_536 + (3 + 2 + 2) * 16),
-        ((128, 128, 6, 2), 196_608 + 32_768 + (6 + 2 + 2) * 16),
-        ((64, 128, 8, 2), 196_608 + 16_384 + (8 + 2 + 2) * 16),
+        # ring + slabs + barriers: 16 bytes a stage and slab, and 40 for sums, receivers, pairs
+        ((128, 256, 3, 4), 147_456 + 65_536 + (3 + 4) * 16 + 40),
+        ((128, 256, 4, 2), 196_608 + 32_768 + (4 + 2) * 16 + 40),
+        ((256, 128, 3, 2), 147_456 + 65_536 + (3 + 2) * 16 + 40),
+        ((128, 128, 6, 2), 196_608 + 32_768 + (6 + 2) * 16 + 40),
+        ((64, 128, 8, 2), 196_608 + 16_384 + (8 + 2) * 16 + 40),
     ],
 )
 def test_shared_memory(shape: tuple[int, int, int, int], wanted_bytes: int) -> None:
@@ -161,7 +170,7 @@ def test_down_divides_the_ring_of_up_anew(
     ring = stages * (up[0] + up[1]) * 128
     slabs = 2 * max(up[0], down[0]) * 128
     depth = max(stages, down_stages_wanted)
-    assert smem_bytes(config) == ring + slabs + (2 * depth + 2 + 2) * 16
+    assert smem_bytes(config) == ring + slabs + (2 * depth + 2) * 16 + 40
 
 
 def test_the_order_of_tiles_and_the_split_leave_one_ring() -> None:
@@ -169,11 +178,19 @@ def test_the_order_of_tiles_and_the_split_leave_one_ring() -> None:
     assert smem_bytes(ordered) == smem_bytes(GOOD)
 
 
+def test_a_layer_whose_tiles_go_in_pairs_has_its_own_ring() -> None:
+    tile = Tile(m=64, n=128, group_m=2)
+    both = Config(up=tile, down=tile, stages=5, d_slabs=2)
+    one = replace(both, up=replace(tile, split_k=2), multicast=True)
+    sums = 32 * 128 * 4
+    assert smem_bytes(one) == smem_bytes(both) + sums + 2 * 8 * 5
+
+
 def test_split_tiles_have_room_for_the_sums_of_the_others_and_smaller_slabs() -> None:
     tile = Tile(m=128, n=128, split_k=4)
     config = Config(up=tile, down=tile, stages=4, d_slabs=2)
     ring, slabs, sums = 4 * 32_768, 2 * 32 * 128, 3 * 32 * 128 * 4
-    assert smem_bytes(config) == ring + slabs + sums + (4 + 2 + 2) * 16
+    assert smem_bytes(config) == ring + slabs + sums + (4 + 2) * 16 + 40
     direct = replace(config, direct=True)  # no slabs: results go from registers
     assert smem_bytes(direct) == smem_bytes(config) - slabs
 
@@ -275,8 +292,28 @@ def test_swapped_tiles_fit_the_tokens(m):
         for tile in config.tiles:
             rows = -(-m // tile.m)
             assert rows <= tile.group_m
-            assert rows * tile.m - m < 8 * rows
-            assert not config.multicast or rows % 2 == 0
+            assert rows * tile.m - m < 8 * tile.split_k * rows
+            assert not config.pairs(tile) or rows % 2 == 0
+
+
+def test_swapped_tiles_for_other_tokens_have_as_many_rows_and_are_no_higher_than_these_need():
+    tile = Tile(m=128, n=64, group_m=2)
+    config = Config(up=tile, down=tile, stages=8, d_slabs=1, multicast=True, swap_ab=True)
+    heights = {129: 80, 200: 112, 224: 112, 225: 128, 256: 128, 300: 160, 512: 256}
+    for m, height in heights.items():
+        other = fitted(config, 256, m)
+        assert {tile.m for tile in other.tiles} == {height}
+        assert why_invalid(other, replace(PROBLEM, m=m)) is None
+        assert smem_bytes(other) <= SMEM_BYTES < smem_bytes(replace(other, stages=other.stages + 1))
+    assert fitted(config, 256, 256) == config
+    assert not fitted(
+        replace(config, up=replace(tile, m=64), down=replace(tile, m=64)), 256, 130
+    ).multicast
+    high = Tile(m=160, n=128, split_k=2)
+    short = Config(up=replace(high, split_k=1), down=high, stages=4, d_slabs=2, swap_ab=True)
+    assert fitted(short, 156, 240) == short  # tiles of 240 rows leave room for two stages
+    assert why_invalid(fitted(config, 256, 600), replace(PROBLEM, m=600)) is not None
+    assert fitted(default_config(PROBLEM), 1024, 200) == default_config(PROBLEM)
 
 
 def test_other_tokens_have_no_swapped_tiles():
@@ -284,9 +321,12 @@ def test_other_tokens_have_no_swapped_tiles():
         assert not list(swapped(Problem(m=m, k=8192, h=4096, n=8192, gpus=1)))
 
 
-def test_swapped_tiles_are_not_split():
+def test_each_part_of_a_swapped_tile_has_whole_groups_of_8_rows():
     tile = Tile(m=104, n=128, split_k=2)
-    config = Config(up=tile, down=tile, stages=6, d_slabs=2, stage_split=(1, 0), swap_ab=True)
-    reason = why_invalid(config, Problem(m=200, k=8192, h=4096, n=8192, gpus=1))
+    config = Config(up=tile, down=tile, stages=4, d_slabs=2, stage_split=(1, 0), swap_ab=True)
+    problem = Problem(m=200, k=8192, h=4096, n=8192, gpus=1)
+    reason = why_invalid(config, problem)
     assert reason is not None
-    assert "split_k" in reason
+    assert "a multiple of 16 with split_k 2" in reason
+    high = replace(tile, m=112)
+    assert why_invalid(replace(config, up=high, down=high), problem) is None
