@@ -120,14 +120,17 @@ def ranges(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def against_cublas(group: Races) -> str:
     """What cuBLAS takes of our latency on one GPU, over all races."""
-    found = [
-        single.latency_us / ours.latency_us
+    both = [
+        (single.latency_us / ours.latency_us, said(lines, ours))
         for lines in group.values()
         if (ours := fastest(lines, "cta")) and (single := fastest(lines, "single"))
     ]
+    found, words = zip(*both, strict=True)
+    ties = sum(word.startswith("a tie") for word in words)
     return (
         f"\ncuBLAS over ours: {min(found):.3f} .. {max(found):.3f}, geometric mean "
-        f"{geometric_mean(found):.3f} of {len(found)} shapes.\n"
+        f"{geometric_mean(found):.3f} of {len(found)} shapes; {words.count('ours')} times ours is "
+        f"faster, {ties} times it ties.\n"
     )
 
 

@@ -61,7 +61,7 @@ def decide(
         baselines=of_baselines(rivals),
         notes=[
             f"computed by {prediction.model}, which knows no micro-batches",
-            *outside(problem, machine),
+            *machine.outside(problem, best),
         ],
     )
 
@@ -79,14 +79,6 @@ def of_baselines(predictions: _Predictions) -> dict[str, float]:
     """Latencies of baselines by method, the slowest first."""
     found = [(p.latency_us, c.method) for c, p in predictions.items() if isinstance(c, Baseline)]
     return {method: latency_us for latency_us, method in sorted(found, reverse=True)}
-
-
-def outside(problem: Problem, machine: MachineModel) -> list[str]:
-    """Where a problem lies outside of what the model was fitted to."""
-    if machine.covers(problem):
-        return []
-    sizes = ", ".join(f"{name} {low} .. {high}" for name, low, high in machine.ranges)
-    return [f"outside of what it was fitted to ({sizes})"]
 
 
 def _simulated(

@@ -23,7 +23,7 @@ from ctatune.errors import UsageError
 from ctatune.known import of_this_kernel
 from ctatune.latency import estimate
 from ctatune.limits import why_invalid
-from ctatune.machine_model import Z90, MachineModel, family, model_of
+from ctatune.machine_model import Z90, MachineModel, family, model_of, tile_kind
 from ctatune.problem import Problem
 from ctatune.records import Prediction
 from ctatune.rows import Row
@@ -186,7 +186,7 @@ def fitted(
 
 def calibrated(some: Sequence[Point], document: dict[str, Any]) -> MachineModel:
     """Fitted to some points, with the log errors of shapes left out in turn as its doubt, and the
-    sizes of the points as its range."""
+    sizes of the points, and the tiles on several GPUs among them, as what it covers."""
     whole = fitted(some, document)
     folds = [_digit(point.problem.shape, 1) % FOLDS for point in some]
     errors: dict[str, list[float]] = {"estimate": [], "simulator": []}
@@ -202,7 +202,9 @@ def calibrated(some: Sequence[Point], document: dict[str, Any]) -> MachineModel:
     }
     sizes = {name: [getattr(point.problem, name) for point in some] for name in SIZES}
     ranges = tuple((name, min(values), max(values)) for name, values in sizes.items())
-    return replace(whole, **doubts, ranges=ranges)
+    several = [point.config for point in some if point.problem.gpus > 1]
+    linked = sorted({tile_kind(config) for config in several if isinstance(config, Config)})
+    return replace(whole, **doubts, ranges=ranges, linked=tuple(linked))
 
 
 def beyond(some: Sequence[Point], size: str, limit: int) -> tuple[list[Point], list[Point]]:
@@ -235,4 +237,5 @@ def written(document: dict[str, Any], machine: MachineModel) -> dict[str, Any]:
         "parameters": parameters,
         "offsets": {name: round(log, 4) for name, log in machine.offsets},
         "ranges": {name: [low, high] for name, low, high in machine.ranges},
+        "linked": list(machine.linked),
     }

@@ -33,12 +33,15 @@ def estimate(problem: Problem, config: AnyConfig, machine: MachineModel) -> Pred
         latency_us = baseline_us(problem, config, machine)
     else:
         _, latency_us = _clocked(problem, config, machine)
-    return predicted(problem, latency_us * machine.factor(config), machine)
+    return predicted(problem, config, latency_us * machine.factor(config), machine)
 
 
-def predicted(problem: Problem, latency_us: float, machine: MachineModel) -> Prediction:
-    """A latency of the estimate with the interval that it has for a problem."""
-    return prediction(latency_us, machine.doubt(problem, machine.estimate_log_sigma), ESTIMATE)
+def predicted(
+    problem: Problem, config: AnyConfig, latency_us: float, machine: MachineModel
+) -> Prediction:
+    """A latency of the estimate with the interval that it has for a config of a problem."""
+    doubt = machine.doubt(problem, config, machine.estimate_log_sigma)
+    return prediction(latency_us, doubt, ESTIMATE)
 
 
 def _reduced_us(

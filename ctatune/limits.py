@@ -133,9 +133,6 @@ def _why_swapped(name: str, tile: Tile, config: Config) -> str | None:
         return f"{name} tile with swap_ab must be {rule}, got {tile.m}x{tile.n}"
     if config.direct:
         return "swap_ab does not go with direct stores (rows of a tile are columns)"
-    if tile.m % (8 * tile.split_k):
-        rule = f"a multiple of {8 * tile.split_k} with split_k {tile.split_k} (rows of one CTA)"
-        return f"{name} tile m must be {rule}, got {tile.m}"
     if config.up.n != config.down.n:
         return "swap_ab needs tiles of one width in both layers (math groups)"
     if config.d_slabs < tile.n // 64:
@@ -150,6 +147,9 @@ def _why_cluster(config: Config) -> str | None:
         if split not in (2, MAX_SPLIT) or len(splits) > 1:
             rule = f"1, 2 or {MAX_SPLIT}, and the same in both layers where it is not 1"
             return f"split_k must be {rule}, got {config.up.split_k} and {config.down.split_k}"
+        if config.swap_ab and any(tile.m % (8 * tile.split_k) for tile in config.tiles):
+            rule = f"a multiple of {8 * split} with split_k {split} and swap_ab (rows of one CTA)"
+            return f"tile m must be {rule}"
         if not config.swap_ab and max(t.m for t in config.tiles if t.split_k > 1) > 128:
             return "split_k needs a tile m of at most 128 (each math warp has rows of one owner)"
     sides = {tile.m >= 128 for tile in config.tiles if tile.split_k > 1}

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ctatune.config import AnyConfig, Baseline, Tile
+from ctatune.config import AnyConfig, Baseline, Config, Tile
 from ctatune.errors import UsageError
 from ctatune.limits import TILE_K, slab_columns
 from ctatune.problem import BF16_BYTES, Problem
@@ -75,6 +75,7 @@ class MachineModel:
     simulator_log_sigma: float
     offsets: tuple[tuple[str, float], ...] = ()  # log of what a family takes more than modelled
     ranges: tuple[tuple[str, int, int], ...] = ()  # sizes of a problem that were measured
+    linked: tuple[str, ...] = ()  # kinds of tiles that were measured on several GPUs
 
     def __post_init__(self) -> None:
         for item in rates():
@@ -100,9 +101,19 @@ class MachineModel:
         """Whether the sizes of a problem lie between those that were measured."""
         return all(low <= getattr(problem, name) <= high for name, low, high in self.ranges)
 
-    def doubt(self, problem: Problem, log_sigma: float) -> float:
+    def outside(self, problem: Problem, config: AnyConfig) -> list[str]:
+        """Where a problem, or a config for it, lies outside of what the model was fitted to."""
+        found = []
+        if not self.covers(problem):
+            sizes = ", ".join(f"{name} {low} .. {high}" for name, low, high in self.ranges)
+            found.append(f"outside of what it was fitted to ({sizes})")
+        if isinstance(config, Config) and problem.gpus > 1 and tile_kind(config) not in self.linked:
+            found.append("tiles of this kind were measured on one GPU at most")
+        return found
+
+    def doubt(self, problem: Problem, config: AnyConfig, log_sigma: float) -> float:
         """The log error to expect: more outside of what was measured."""
-        return log_sigma * (1.0 if self.covers(problem) else _OUTSIDE)
+        return log_sigma * (_OUTSIDE if self.outside(problem, config) else 1.0)
 
     def roofline_us(self, problem: Problem, gpus: int) -> float:
         """Time that no method on `gpus` GPUs can beat: peak arithmetic, and reading every weight
@@ -276,16 +287,21 @@ def model_of(document: dict[str, Any]) -> MachineModel:
         ranges=tuple(
             (name, int(low), int(high)) for name, (low, high) in document["ranges"].items()
         ),
+        linked=tuple(map(str, document.get("linked", ()))),
         **values,
     )
 
 
 def family(config: AnyConfig) -> str:
-    """What shares an offset: the tiles and how operands come and results go; a method."""
+    """What shares an offset: a kind of tiles and the axis of `down`; a method."""
     if isinstance(config, Baseline):
         return config.method
-    kind = " multicast" * config.multicast + " direct" * config.direct
-    kind += " swap" * config.swap_ab + " axis h" * (config.down_axis == "h")
+    return tile_kind(config) + " axis h" * (config.down_axis == "h")
+
+
+def tile_kind(config: Config) -> str:
+    """The tiles of a config, and how operands come and results go."""
+    kind = " multicast" * config.multicast + " direct" * config.direct + " swap" * config.swap_ab
     rows = "" if config.swap_ab else f"{config.up.m}x"  # swapped tiles: whatever their height
     down = "" if config.down.n == config.up.n else f"+{config.down.n}"
     splits = "" if config.down.split_k == config.up.split_k else f"+{config.down.split_k}"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from ctatune import race
 from ctatune.baseline_latency import modelled, plain
-from ctatune.computed import Computed, fastest, of_baselines, outside
+from ctatune.computed import Computed, fastest, of_baselines
 from ctatune.config import AnyConfig, Config
 from ctatune.known import how_old
 from ctatune.latency import estimate, predicted
@@ -53,7 +53,7 @@ def decide(
         known = {m: found[config] for m, found in logs.items() if config in found}
         log = _between(problem.m, known or ours)
         latency_us = estimate(problem, config, machine).latency_us * math.exp(log)
-        corrected[config] = predicted(problem, latency_us, machine)
+        corrected[config] = predicted(problem, config, latency_us, machine)
     best = fastest(problem, corrected, failed)
     if best is None:
         return None
@@ -66,7 +66,7 @@ def decide(
         baselines=of_baselines(corrected),
         notes=[
             f"the estimate, corrected by the races of {races_of} tokens{old}",
-            *outside(problem, machine),
+            *machine.outside(problem, best),
         ],
     )
 

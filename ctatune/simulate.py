@@ -49,7 +49,8 @@ class Timeline:
 def simulate(problem: Problem, config: Config, machine: MachineModel) -> Prediction:
     """Latency of a valid CTA-pipelined config on `problem.gpus` GPUs like those of the machine."""
     total_us = run(build(problem, config), machine).total_us * machine.factor(config)
-    return prediction(total_us, machine.doubt(problem, machine.simulator_log_sigma), SIMULATOR)
+    doubt = machine.doubt(problem, config, machine.simulator_log_sigma)
+    return prediction(total_us, doubt, SIMULATOR)
 
 
 def run(schedule: Schedule, machine: MachineModel) -> Timeline:

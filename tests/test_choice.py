@@ -534,16 +534,16 @@ def test_a_simulation_goes_before_the_estimate_and_is_never_measured(db):
     assert best().latency_us != 1.0
     simulate(db, 0.5, Baseline())
     simulate(db, 0.5, replace(OTHER, stages=99))  # cannot run
-    simulate(db, 30.0)
-    simulate(db, 20.0, CONFIG)
+    simulate(db, 3.0)
+    simulate(db, 2.0, CONFIG)
     choice = best()
     assert (choice.source, choice.verified) == ("simulated", False)
-    assert (choice.config, choice.latency_us, choice.interval_us) == (CONFIG, 20.0, (10.0, 40.0))
+    assert (choice.config, choice.latency_us, choice.interval_us) == (CONFIG, 2.0, (1.0, 4.0))
     assert f"computed by {SIMULATOR}" in choice.note
     simulate(db, 1.0, model="simulator-1")  # of an older version
-    assert best().latency_us == 20.0
+    assert best().latency_us == 2.0
     simulate(db, -1.0, replace(CONFIG, pace_us=4.0))  # damaged
-    assert best().latency_us == 20.0
+    assert best().latency_us == 2.0
     run(db, (OTHER, measured(1e6)))
     assert (best().source, best().latency_us) == ("measured", 1e6)
 

@@ -12,15 +12,15 @@ from fakes import design_machine
 
 from ctatune import accuracy, cli, fit
 from ctatune.computed import rank
-from ctatune.config import Baseline
+from ctatune.config import Baseline, Config
 from ctatune.errors import UsageError
 from ctatune.fit import Point, is_held_out
 from ctatune.latency import estimate
-from ctatune.machine_model import DEFAULT_PLATFORM, document, load, model_of
+from ctatune.machine_model import DEFAULT_PLATFORM, document, load, model_of, tile_kind
 from ctatune.problem import Problem
 from ctatune.refit import refit
 from ctatune.seed import shipped_rows
-from ctatune.space import default_config, default_pipeline
+from ctatune.space import candidates, default_config, default_pipeline
 
 ROWS = shipped_rows()
 DOCUMENT = document(DEFAULT_PLATFORM)
@@ -75,10 +75,24 @@ def test_too_few_points_are_refused():
 def test_doubt_is_what_left_out_shapes_say_and_grows_outside():
     machine = fit.calibrated(made_by(design_machine(), noise=0.05), DOCUMENT)
     assert 0.02 < machine.estimate_log_sigma < 0.12
-    assert machine.covers(Problem(m=100, k=8192, h=8192, n=8192, gpus=2))
-    outside = Problem(m=100, k=8192, h=8192, n=8192, gpus=4)
-    assert not machine.covers(outside)
-    assert machine.doubt(outside, 0.1) == pytest.approx(0.3)
+    covered = Problem(m=64, k=8192, h=8192, n=8192, gpus=2)
+    config = default_config(covered)
+    assert not machine.outside(covered, config)
+    assert machine.doubt(covered, config, 0.1) == 0.1
+    outside = replace(covered, gpus=4)
+    assert "gpus 1 .. 2" in machine.outside(outside, config)[0]
+    assert machine.doubt(outside, config, 0.1) == pytest.approx(0.3)
+
+
+def test_doubt_grows_for_tiles_that_were_measured_on_one_gpu_alone():
+    machine, problem = load(), Problem(m=200, k=8192, h=8192, n=8192, gpus=2)
+    several = [point.config for point in fit.points(ROWS) if point.problem.gpus > 1]
+    assert set(machine.linked) <= {tile_kind(c) for c in several if isinstance(c, Config)}
+    new = next(c for c in candidates(problem) if tile_kind(c) not in machine.linked)
+    assert "measured on one GPU at most" in machine.outside(problem, new)[0]
+    assert machine.doubt(problem, new, 0.1) == pytest.approx(0.3)
+    alone = replace(new, stage_split=(1, 0))
+    assert not machine.outside(replace(problem, gpus=1), alone)
 
 
 def test_points_are_the_newest_screenings_of_today():

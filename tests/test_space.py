@@ -327,6 +327,8 @@ def test_each_part_of_a_swapped_tile_has_whole_groups_of_8_rows():
     problem = Problem(m=200, k=8192, h=4096, n=8192, gpus=1)
     reason = why_invalid(config, problem)
     assert reason is not None
-    assert "a multiple of 16 with split_k 2" in reason
+    assert "a multiple of 16 with split_k 2 and swap_ab" in reason
+    three = replace(config, up=replace(tile, split_k=3))
+    assert "split_k must be 1, 2 or 4" in str(why_invalid(three, problem))
     high = replace(tile, m=112)
     assert why_invalid(replace(config, up=high, down=high), problem) is None
