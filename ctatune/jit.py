@@ -17,14 +17,17 @@ import json
 import logging
 import os
 import re
+import signal
 import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import platformdirs
 
-from ctatune.config import Config, digest
+from ctatune.config import AnyConfig, Config, digest
 from ctatune.errors import CtatuneError, DeviceError
 from ctatune.rooms import room
 
@@ -164,8 +167,7 @@ def cubin(name: str, constants: str = "") -> bytes:
     Raises: CompileError when NVRTC refuses the source; DeviceError when headers are missing.
     """
     text = constants + source(name)
-    key = digest("\0".join((text, ARCH, str(_OPTIONS), compiler_versions())))
-    path = cache_folder() / f"{name}-{key}.cubin"
+    path = _path(name, text)
     try:
         kept = path.read_bytes()
     except OSError:
@@ -178,6 +180,36 @@ def cubin(name: str, constants: str = "") -> bytes:
     code = _compile(name, text)
     _publish(path, _seal(code) + code)
     return code
+
+
+def compile_together(configs: Iterable[AnyConfig], seconds: float | None = None) -> None:
+    """Put the MLP kernels of the configs among some into the cache, on all CPUs at once: one takes
+    some 5 s. What cannot be compiled, or not in time, is left to who asks for it."""
+    from concurrent.futures import ProcessPoolExecutor, as_completed
+    from concurrent.futures.process import BrokenProcessPool
+    from multiprocessing import get_context
+
+    constants = dict.fromkeys(preamble(c) for c in configs if isinstance(c, Config))
+    missing = [text for text in constants if not _path("mlp", text + source("mlp")).exists()]
+    if len(missing) < 2:
+        return
+    workers = min(len(missing), len(os.sched_getaffinity(0)))
+    ignore = signal.signal, (signal.SIGINT, signal.SIG_IGN)  # the parent ends them
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), *ignore)
+    tasks = [pool.submit(cubin, "mlp", text) for text in missing]
+    try:
+        for task in as_completed(tasks, seconds):
+            with suppress(CtatuneError, BrokenProcessPool):
+                task.result()
+    except TimeoutError:
+        _log.info("%d kernels are compiled later", sum(not task.done() for task in tasks))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _path(name: str, text: str) -> Path:
+    key = digest("\0".join((text, ARCH, str(_OPTIONS), compiler_versions())))
+    return cache_folder() / f"{name}-{key}.cubin"
 
 
 def _seal(code: bytes) -> bytes:

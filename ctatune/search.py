@@ -244,10 +244,14 @@ def _fastest(latencies: Sequence[float | None]) -> float | None:
 
 
 def _order(problem: Problem, ranked: Sequence[Config], proposals: Proposals) -> Iterator[Config]:
-    yield from space.defaults(problem)
-    yield from _diverse(ranked)
+    yield from first(problem, ranked)
     yield from proposals
     yield from ranked  # where Optuna finds nothing new
+
+
+def first(problem: Problem, ranked: Sequence[Config]) -> list[Config]:
+    """What a search tries before it asks Optuna, whatever it measures."""
+    return list(dict.fromkeys([*space.defaults(problem), *_diverse(ranked)]))
 
 
 def _diverse(ranked: Sequence[Config]) -> list[Config]:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from ctatune import calibrate, jit, machine_model, search
 from ctatune.choice import Choice, choose
+from ctatune.computed import rank
+from ctatune.config import Config
 from ctatune.errors import DeviceError, UsageError
 from ctatune.machine_model import MachineModel
 from ctatune.problem import Problem
@@ -18,6 +20,7 @@ from ctatune.store import Store, default_path
 from ctatune.telemetry import gpu_count
 from ctatune.worker import Worker
 
+COMPILED = 32  # configs of a calibration, together
 _RECORDED = (
     *("ctatune", "cuda-bindings", "cuda-core", "nvmath-python", "nccl4py", "optuna"),
     *("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
@@ -62,11 +65,15 @@ class Session:
         `race`: let the finalists race even when no trial was left to make.
         """
         machine, store, run_id = self._machine, self._store, self._run_id
-        judge = (
-            search.Hardware(problem, store, run_id, self._worker, machine)
-            if self._worker
-            else search.Simulated(problem, store, run_id, machine)
-        )
+        if self._worker:
+            judge = search.Hardware(problem, store, run_id, self._worker, machine)
+            known = judge.known()
+            todo = [c for c in search.first(problem, rank(problem, machine)) if c not in known]
+            tried = sum(isinstance(config, Config) for config in known)
+            half = None if seconds is None else seconds / 2
+            jit.compile_together(todo[: max(0, trials - tried)], half)
+        else:
+            judge = search.Simulated(problem, store, run_id, machine)
         search.search(problem, judge, machine, report, trials=trials, seconds=seconds, race=race)
         return choose(problem, self._path, self._platform.name)
 
@@ -88,11 +95,13 @@ class Session:
         for problem in problems:
             judge = search.Hardware(problem, self._store, self._run_id, self._worker, self._machine)
             known, timed = judge.known(), 0
-            for config in calibrate.plan(problem, configs):
+            todo = [config for config in calibrate.plan(problem, configs) if config not in known]
+            for i, config in enumerate(todo):
                 if time.monotonic() > end:
                     return
-                if config not in known:
-                    timed += judge.trial(config)[0] is not None
+                if i % COMPILED == 0:
+                    jit.compile_together(todo[i : i + COMPILED])
+                timed += judge.trial(config)[0] is not None
             report(problem, timed)
 
 

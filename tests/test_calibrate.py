@@ -6,14 +6,15 @@ import pytest
 from click.testing import CliRunner
 from fakes import FakeBench
 
-from ctatune import calibrate, session
+from ctatune import calibrate, jit, session
 from ctatune.cli import main
-from ctatune.config import Baseline, Config
+from ctatune.config import AnyConfig, Baseline, Config
 from ctatune.errors import DeviceError
 from ctatune.fit import is_held_out, points
 from ctatune.limits import why_invalid
 from ctatune.machine_model import family
 from ctatune.problem import Problem
+from ctatune.search import Step
 from ctatune.store import Store
 from ctatune.worker import Worker
 
@@ -37,10 +38,28 @@ def test_a_plan_is_valid_mixed_and_the_same_each_day(gpus):
     assert total * len(problems) / 6 >= 600
 
 
-def test_a_calibration_goes_on_and_its_screenings_can_be_fitted(tmp_path, monkeypatch):
-    path = tmp_path / "x.db"
+@pytest.fixture
+def compiled(monkeypatch):
+    """What would be compiled together on a machine of two GPUs, whose bench is a fake."""
+    found: list[AnyConfig] = []
     monkeypatch.setattr(session, "gpu_count", lambda: 2)
     monkeypatch.setattr(session, "Worker", lambda _: Worker(2, partial(FakeBench, "")))
+    monkeypatch.setattr(jit, "compile_together", lambda configs, *_: found.extend(configs))
+    return found
+
+
+def test_what_a_search_tries_first_is_compiled_before(tmp_path, compiled):
+    problem = Problem.of("200x4096x4096", gpus=2)
+    steps: list[Step] = []
+    with session.open_session(2, tmp_path / "x.db", None, "test") as opened:
+        opened.search(problem, steps.append, trials=5)
+        assert [step.config for step in steps] == compiled
+        opened.search(problem, steps.append, trials=8)
+    assert [step.config for step in steps] == compiled[:8]
+
+
+def test_a_calibration_goes_on_and_its_screenings_can_be_fitted(tmp_path, monkeypatch, compiled):
+    path = tmp_path / "x.db"
     monkeypatch.setattr(calibrate, "TOKENS", (4096,))
     monkeypatch.setattr(calibrate, "WEIGHTS", ((4096, 4096), (8192, 8192)))
     heard: list[int] = []
@@ -55,7 +74,7 @@ def test_a_calibration_goes_on_and_its_screenings_can_be_fitted(tmp_path, monkey
     assert heard[2:] == [0, 0]
     with Store.open(path, read_only=True) as store:
         rows = store.measurements()
-    assert len(rows) == sum(heard)
+    assert len(rows) == sum(heard) == len(compiled)
     screened = points(rows)
     assert len(screened) == sum(heard) - 2  # rowsplit has no model
 
@@ -68,9 +87,7 @@ def test_a_plan_may_hold_much_of_a_space():
     assert ours[1][:14] == ours[0]
 
 
-def test_shapes_that_are_named_are_measured_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(session, "gpu_count", lambda: 2)
-    monkeypatch.setattr(session, "Worker", lambda _: Worker(2, partial(FakeBench, "")))
+def test_shapes_that_are_named_are_measured_alone(tmp_path, compiled):
     found = CliRunner().invoke(
         main,
         [
@@ -81,6 +98,7 @@ def test_shapes_that_are_named_are_measured_alone(tmp_path, monkeypatch):
     )
     shapes = [line.split(":")[0] for line in found.stdout.splitlines()]
     assert shapes == ["64x4096x4096x4096", "128x4096x4096x4096"]
+    assert sum(isinstance(config, Config) for config in compiled) == 6
 
 
 def test_a_calibration_needs_gpus(tmp_path, monkeypatch):

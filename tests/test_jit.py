@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ctatune import jit
-from ctatune.config import Tile
+from ctatune.config import Baseline, Tile
 from ctatune.problem import Problem
 from ctatune.space import default_config
 
@@ -50,6 +50,18 @@ def test_the_kernel_compiles_here(folder):
     cubin = jit.cubin("mlp", jit.preamble(small))
     assert cubin.startswith(b"\x7fELF")
     assert [path.read_bytes()[32:] for path in folder.iterdir()] == [cubin]
+
+
+def test_kernels_compile_together_and_one_that_cannot_is_left_out(folder, monkeypatch):
+    tile = Tile(m=64, n=128)
+    small = replace(CONFIG, up=tile, down=tile, stages=2, d_slabs=2)
+    deeper, refused = replace(small, stages=3), replace(small, up=replace(tile, n=72))
+    jit.compile_together([small, Baseline(), deeper, replace(small, mix=0.5), refused])
+    assert len(list(folder.iterdir())) == 2
+    jit.compile_together([replace(small, d_slabs=3), replace(small, d_slabs=4)], 0.01)
+    monkeypatch.setattr(jit, "_compile", lambda *_: pytest.fail("it is in the cache"))
+    for config in (small, deeper):
+        assert jit.cubin("mlp", jit.preamble(config)).startswith(b"\x7fELF")
 
 
 def test_a_damaged_cubin_is_compiled_again(folder, caplog):
