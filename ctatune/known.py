@@ -140,8 +140,9 @@ def _elsewhere(row: Row, wanted: dict[str, Any]) -> list[Difference]:
     differ anyway where the numbers of GPUs do."""
     have = wanted_of(row.problem, identity(row.platform))
     have["regime"] = str(row.measurement.regime)
-    linked = wanted["gpus"] > 1 or have["gpu"] != wanted.get("gpu")
-    linked = linked and have["gpus"] == wanted["gpus"]
+    linked = have["gpus"] == wanted["gpus"] and (
+        wanted["gpus"] > 1 or have["gpu"] != wanted.get("gpu")
+    )
     names = [name for name in wanted if linked or name not in LINK_COLUMNS]
     return [(name, have[name], wanted[name]) for name in names if have[name] != wanted[name]]
 

@@ -152,10 +152,9 @@ def _why_cluster(config: Config) -> str | None:
             return f"tile m must be {rule}"
         if not config.swap_ab and max(t.m for t in config.tiles if t.split_k > 1) > 128:
             return "split_k needs a tile m of at most 128 (each math warp has rows of one owner)"
+    # Else warps that own sums in one layer do not in the other, and their barriers run ahead.
     sides = {tile.m >= 128 for tile in config.tiles if tile.split_k > 1}
-    if (
-        len(sides) > 1 and not config.swap_ab
-    ):  # warps that own sums in one layer may not in the other
+    if len(sides) > 1 and not config.swap_ab:
         return "split_k in both layers needs both tile m of at least 128, or both of less"
     if config.multicast and (splits - {2} or not any(map(config.pairs, config.tiles))):
         return "multicast needs a layer with split_k 1, and at most 2 in the other (pairs of CTAs)"

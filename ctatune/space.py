@@ -88,9 +88,7 @@ FAMILIES = (
 )
 SWAPPED_TOKENS = range(65, 513)  # fewer: one row of 64; more: whole tiles of 128 rows waste little
 MOST_SWAPPED_ROWS = 4  # of tiles, in each layer
-HEIGHT_STEP = (
-    16  # rows of tiles for tokens that nobody measured: each height is a kernel to compile
-)
+HEIGHT_STEP = 16  # rows, for tokens that nobody measured: each height is a kernel to compile
 WIDEST = max(max(family.n, family.down_n) for family in FAMILIES)
 GROUPS = (1, 2, 4, 8, 16)
 MIXES = (1.0, 0.75, 0.5, 0.25, 0.0)
@@ -191,7 +189,8 @@ def swapped(problem: Problem) -> Iterator[Config]:
         return
     for n in (64, 128):
         for (up_rows, up), (down_rows, down) in product(_swapped_tiles(problem.m, n), repeat=2):
-            if max(up_rows, down_rows) > (1 if n == 64 else 2) * min(up_rows, down_rows):
+            most = 1 if n == 64 else 2  # times as many rows in one layer as in the other
+            if max(up_rows, down_rows) > most * min(up_rows, down_rows):
                 continue
             whole = [r for r, tile in ((up_rows, up), (down_rows, down)) if tile.split_k == 1]
             pairs = bool(whole) and all(rows % 2 == 0 for rows in whole)
